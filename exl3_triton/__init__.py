@@ -14,12 +14,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops as ops
-    from .format import Codebook, ExpertWeights, FormatError, TrellisWeight
-    from .model.layers import Exl3Linear
-    from .model.runner import LLM
-    from .model.sampling import SamplingParams
-    from .model.transformer import Transformer, load
-    from .plan import MoePlan, MoeSpec, plan_moe
+    from .format import Codebook as Codebook
+    from .format import ExpertWeights as ExpertWeights
+    from .format import FormatError as FormatError
+    from .format import TrellisWeight as TrellisWeight
+    from .model.layers import Exl3Linear as Exl3Linear
+    from .model.runner import LLM as LLM
+    from .model.sampling import SamplingParams as SamplingParams
+    from .model.transformer import Transformer as Transformer
+    from .model.transformer import load as load
+    from .plan import MoePlan as MoePlan
+    from .plan import MoeSpec as MoeSpec
+    from .plan import plan_moe as plan_moe
 
 _EXPORTS = {
     "Codebook": ".format",

@@ -1,0 +1,54 @@
+"""The mixture-of-experts feed-forward: router, routed experts, shared expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..format import ExpertWeights
+from .config import ModelConfig
+from .layers import GatedMLP, PlainExperts
+
+
+class MoE(nn.Module):
+    """shared(x) + sum over the chosen experts of weight * expert(x); the routed sum runs in fp32."""
+
+    gate: Tensor
+    correction_bias: Tensor
+
+    def __init__(self, config: ModelConfig, source: Any, layer: int):
+        super().__init__()
+        self.config = c = config
+        name = f"layers.{layer}.mlp"
+        self.register_buffer("gate", source.tensor(f"{name}.gate.weight", (c.num_experts, c.hidden_size)))
+        bias_name = f"{name}.gate.e_score_correction_bias"
+        self.register_buffer("correction_bias", source.tensor(bias_name, (c.num_experts,), dtype=torch.float32))
+        self.experts: ExpertWeights | PlainExperts = source.experts(
+            f"{name}.experts", c.num_experts, c.hidden_size, c.moe_intermediate_size
+        )
+        width = c.moe_intermediate_size * c.num_shared_experts
+        self.shared = GatedMLP(source, f"{name}.shared_experts", c.hidden_size, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] (normed) -> fp32 [T, hidden]."""
+        c = self.config
+        weights, ids = ops.router(
+            x,
+            self.gate,
+            self.correction_bias,
+            top_k=c.experts_per_token,
+            scoring=c.scoring,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            norm_topk_prob=c.norm_topk_prob,
+            scaling=c.routed_scaling_factor,
+        )
+        if isinstance(self.experts, PlainExperts):
+            plain = self.experts
+            routed = ops.plain_moe(x, plain.gate, plain.up, plain.down, ids, weights)
+        else:
+            routed = ops.moe(x, self.experts, ids, weights, out_dtype=torch.float32)
+        return routed if self.shared is None else routed + self.shared(x)

@@ -1,0 +1,142 @@
+"""The model: embedding, pre-norm blocks of latent attention and MLP or experts, final norm, head; and `load`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import MLA
+from .cache import Batch, KVCache, pages_for
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .layers import GatedMLP, RMSNorm
+from .loader import WeightSource, mtp_prefixes
+from .moe import MoE
+
+DEFAULT_MAX_CONTEXT = 65536  # bounds the rope table where a model's own limit is a million tokens
+
+
+def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> Tensor:
+    """fp32 [length, R]: cos of position * frequency for R/2 frequencies, then sin; angles in float64."""
+    width = config.qk_rope_head_dim
+    frequency = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).float().to(device)
+
+
+class Block(nn.Module):
+    """x += attention(norm(x)); x += feed_forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, source: Any, layer: int):
+        super().__init__()
+        name, eps = f"layers.{layer}", config.rms_norm_eps
+        self.input_norm = RMSNorm(source.tensor(f"{name}.input_layernorm.weight", (config.hidden_size,)), eps)
+        self.attention = MLA(config, source, layer)
+        self.post_norm = RMSNorm(source.tensor(f"{name}.post_attention_layernorm.weight", (config.hidden_size,)), eps)
+        dense = config.layer_kinds[layer] == "dense"
+        width = config.intermediate_size
+        self.feed_forward = GatedMLP(source, f"{name}.mlp", config.hidden_size, width) if dense else MoE(config, source, layer)
+
+
+class Transformer(nn.Module):
+    """A GLM or DeepSeek decoder. Build one with `load`; `forward` runs a flat batch over a paged cache.
+
+    The residual stream is fp32; normed activations, queries and the cache have `dtype`. `max_context` positions have rope
+    table rows: longer sequences are refused by whoever builds the batch.
+    """
+
+    embedding: Tensor
+    rope_table: Tensor
+
+    def __init__(self, config: ModelConfig, source: Any, *, dtype: torch.dtype, max_context: int):
+        super().__init__()
+        self.config, self.dtype, self.max_context = config, dtype, max_context
+        hidden = config.hidden_size
+        self.register_buffer("embedding", source.tensor("embed_tokens.weight", (config.vocab_size, hidden)))
+        self.blocks = nn.ModuleList(Block(config, source, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(source.tensor("norm.weight", (hidden,)), config.rms_norm_eps)
+        self.lm_head = source.lm_head(hidden, config.vocab_size, tied=config.tie_word_embeddings, embedding=self.embedding)
+        self.register_buffer("rope_table", rope_table(config, max_context, self.embedding.device), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def new_cache(self, num_pages: int) -> KVCache:
+        """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved."""
+        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Hidden states [T, hidden] after the final norm, in the activation dtype; writes the tokens' rows into the cache."""
+        residual = F.embedding(batch.tokens, self.embedding).float()
+        hidden: Tensor | None = None
+        selected: Tensor | None = None
+        for module, latent, index_keys in zip(self.blocks, cache.latent, cache.index_keys, strict=True):
+            block = cast(Block, module)
+            norm = block.input_norm
+            normed = norm(residual, self.dtype) if hidden is None else norm.add(residual, hidden, self.dtype)
+            hidden, selected = block.attention(normed, batch, latent, index_keys, selected, self.rope_table)
+            hidden = block.feed_forward(block.post_norm.add(residual, hidden, self.dtype))
+        assert hidden is not None
+        return self.norm.add(residual, hidden, self.dtype)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [n, vocab] logits of hidden states [n, hidden]."""
+        return self.lm_head(hidden, torch.float32)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """fp32 [T, vocab] logits of one whole sequence, token_ids int [T]; for evaluation and tests.
+
+        Raises ValueError when T is 0 or above `max_context`, or a token id is outside the vocabulary.
+        """
+        count = token_ids.numel()
+        if token_ids.dim() != 1 or not 1 <= count <= self.max_context:
+            raise ValueError(f"token_ids: found shape {list(token_ids.shape)}, required [T] with 1 <= T <= {self.max_context}")
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.config.vocab_size:
+            raise ValueError(f"token_ids: values must lie in 0..{self.config.vocab_size - 1}")
+        pages = pages_for(count)
+        batch = Batch.of_sequence(token_ids.to(self.device), 0, range(1, pages + 1))
+        return self.compute_logits(self(batch, self.new_cache(pages + 1)))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    max_context: int | None = None,
+    progress: bool = True,
+) -> Transformer:
+    """Load a checkpoint directory: EXL3, or unquantized, or some of each.
+
+    device: where the weights go. dtype: of activations, cache and unquantized weights; default fp32 on a CPU, fp16 on a GPU
+    (the residual stream and everything that can grow is fp32 either way). overrides: changes config.json's keys before they
+    are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare for, default the model's own limit up to 65,536.
+    progress: a bar on stderr. Everything that can be refused is refused from the headers, before any weight is read: raises
+    FormatError (a ValueError) naming the tensor or key, what was found and what is required.
+    """
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.float16
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype: found {dtype}, required torch.float32, torch.float16 or torch.bfloat16")
+    checkpoint = Checkpoint.open(path)
+    config = ModelConfig.from_dir(path, overrides)
+    limit = config.max_position_embeddings
+    max_context = min(limit, DEFAULT_MAX_CONTEXT) if max_context is None else max_context
+    if not 1 <= max_context <= limit:
+        raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings of {path})")
+    with WeightSource(checkpoint, "meta", dtype) as headers:
+        Transformer(config, headers, dtype=dtype, max_context=max_context)
+        headers.finish(mtp_prefixes(config))
+    total = headers.claimed_bytes
+    with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
+        model = Transformer(config, source, dtype=dtype, max_context=max_context)
+    return model.eval()

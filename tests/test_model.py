@@ -1,0 +1,133 @@
+"""The whole model on the CPU against transformers' logits: tiny unquantized models, and the quantized demo."""
+
+from __future__ import annotations
+
+import golden
+import pytest
+import torch
+
+import exl3_triton
+from exl3_triton.model.cache import Batch, PageAllocator, pages_for
+
+DATA = golden.DATA.parent
+FAMILIES = ("glm_moe_dsa",)
+DEMO = exl3_triton.__path__[0] + "/demo"
+
+
+def relative(actual, expected):
+    assert expected.double().norm() > 0
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.fixture(scope="module")
+def oracles():
+    """Family -> (model, input ids [2, 48], logits [2, 48, vocab])."""
+    found = {}
+    for family in FAMILIES:
+        tensors = golden.read_tensors(DATA / "oracle" / family / "logits.safetensors")
+        found[family] = (exl3_triton.load(DATA / "oracle" / family, progress=False), tensors["input_ids"], tensors["logits"])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [48, 16, 7, 1], ids=["prefill", "chunks of 16", "chunks of 7", "token by token"])
+def test_forward_agrees_with_transformers(oracles, family, chunk):
+    """2e-5 of logits of size 3 is 30 roundings of fp32 (2^-24): a few per layer."""
+    model, input_ids, expected = oracles[family]
+    for ids, logits in zip(input_ids, expected):
+        cache, pages = model.new_cache(4), [2, 3]
+        for start in range(0, len(ids), chunk):
+            batch = Batch.of_sequence(ids[start : start + chunk], start, pages, prefill=chunk > 1)
+            with torch.inference_mode():
+                actual = model.compute_logits(model(batch, cache))
+            assert (actual - logits[start : start + chunk]).abs().max() < 2e-5
+    assert expected.abs().max() > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_of_a_flat_batch_equals_each_sequence_alone(oracles, family):
+    """Sequences of different lengths in one batch, in scattered pages, with padding rows among them."""
+    model, input_ids, expected = oracles[family]
+    allocator, lengths = PageAllocator(8), (48, 31)
+    sequences = []
+    for ids, length in zip(input_ids, lengths):
+        pages = allocator.allocate(pages_for(length) + 1)[::-1]
+        sequences.append(Batch.of_sequence(ids[:length], 0, pages))
+    padding = torch.full((3,), -1)
+    batch = Batch(
+        tokens=torch.cat([sequences[0].tokens, torch.zeros(3, dtype=torch.long), sequences[1].tokens]),
+        positions=torch.cat([sequences[0].positions, padding, sequences[1].positions]),
+        slots=torch.cat([sequences[0].slots, padding, sequences[1].slots]),
+        block_table=torch.cat([s.block_table for s in sequences]),
+        sequence=torch.cat([sequences[0].sequence, torch.zeros(3, dtype=torch.int32), sequences[1].sequence + 1]),
+        max_context=48,
+        prefill=True,
+    )
+    with torch.inference_mode():
+        logits = model.compute_logits(model(batch, model.new_cache(8)))
+    assert (logits[:48] - expected[0]).abs().max() < 2e-5
+    assert (logits[51:] - expected[1, :31]).abs().max() < 2e-5
+
+
+def checkpoints(testdata):
+    return [testdata / "demo" / name for name in ("demo-exl3-3.0bpw-mcg", "demo-exl3-mixed-mul1")]
+
+
+def check_golden(model, tensors, infix=""):
+    """1e-3 relative on the last token; top-1 wherever the golden's two best are more than 0.03 apart."""
+    for prompt in range(4):
+        key = f"prompt{prompt}.{infix}"
+        if f"{key}top1" not in tensors:
+            continue
+        logits = model.logits(tensors[f"prompt{prompt}.input_ids"])
+        assert relative(logits[-1], tensors[f"{key}logits_last"]) < 1e-3
+        clear = tensors[f"prompt{prompt}.margin"] > 0.03
+        if infix:  # the stored margins belong to the dense attention: take this model's own
+            best = logits.topk(2).values
+            clear = best[:, 0] - best[:, 1] > 0.03
+        assert clear.sum() > 5
+        assert torch.equal(logits.argmax(-1)[clear], tensors[f"{key}top1"][clear])
+
+
+@pytest.mark.parametrize("topk", [None, 64])
+def test_logits_of_the_embedded_demo(topk):
+    tensors = golden.read_tensors(DATA / "demo" / "golden.safetensors")
+    model = exl3_triton.load(DEMO, progress=False, overrides={"index_topk": topk} if topk else None)
+    check_golden(model, tensors, "topk64." if topk else "")
+
+
+@pytest.mark.parametrize("topk", [None, 64])
+@pytest.mark.parametrize("index", [0, 1], ids=["mcg", "mixed mul1"])
+def test_logits_of_the_demo_checkpoints(testdata, index, topk):
+    path = checkpoints(testdata)[index]
+    model = exl3_triton.load(path, progress=False, overrides={"index_topk": topk} if topk else None)
+    check_golden(model, golden.read_tensors(path / "golden.safetensors"), "topk64." if topk else "")
+
+
+def test_logits_refuses_bad_tokens():
+    model = exl3_triton.load(DATA / "oracle" / "glm_moe_dsa", progress=False, max_context=32)
+    for bad in (torch.tensor([], dtype=torch.long), torch.zeros(33, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)):
+        with pytest.raises(ValueError, match="1 <= T <= 32"):
+            model.logits(bad)
+    with pytest.raises(ValueError, match=r"0\.\.127"):
+        model.logits(torch.tensor([1, 128]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dtype": torch.int8}, "dtype.*int8"), ({"max_context": 0}, "max_context.*0"), ({"max_context": 4097}, "max_context.*4097")],
+)
+def test_load_refuses_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        exl3_triton.load(DEMO, progress=False, **options)
+
+
+def test_page_allocator():
+    allocator = PageAllocator(4)
+    assert allocator.allocate(2) == [1, 2]
+    with pytest.raises(ValueError, match="2 pages of 64 tokens wanted, 1 free"):
+        allocator.allocate(2)
+    allocator.free([1])
+    assert allocator.available == 2
+    with pytest.raises(ValueError, match="page 1 freed"):
+        allocator.free([1])
