@@ -1,0 +1,336 @@
+"""The program `exl3-triton`: generate, chat, eval, inspect.
+
+Only results go to stdout (text as it is generated, reports); loading, the line that names device and kernels, and statistics
+go to stderr. Exit codes: 0; 1 where `inspect` finds that the checkpoint will not run; 2 for bad input or options; 130 after
+Ctrl-C; 141 when the reader of stdout went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .model.runner import LLM, Output
+    from .model.sampling import SamplingParams
+
+DEMO = Path(__file__).parent / "demo"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with `argv` (default: the command line); returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a character that the terminal's encoding lacks is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        _note("interrupted")
+        return 130
+    except BrokenPipeError:
+        # the interpreter flushes stdout at exit; without this it would report the same error again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, FloatingPointError) as error:
+        _note(f"error: {' '.join(str(error).split())}")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="exl3-triton", description="EXL3 inference for GLM and DeepSeek mixture-of-experts models."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue a prompt", description="Print the continuation of a prompt.")
+    _model_argument(generate)
+    generate.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="the text to continue; - reads stdin (one final newline is dropped)"
+    )
+    generate.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message for the chat template, not raw text"
+    )
+    generate.add_argument("--echo", action="store_true", help="print the prompt, too")
+    _sampling_arguments(generate)
+    generate.add_argument(
+        "--logprobs", type=int, metavar="N", help="list each token's log-probability and the N best, on stderr"
+    )
+    _load_arguments(generate)
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk in a terminal",
+        description="Several turns in a terminal; /reset starts anew, /exit or end of input ends.",
+    )
+    _model_argument(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system message in front of the conversation")
+    _sampling_arguments(chat)
+    _load_arguments(chat)
+    chat.set_defaults(run=_chat)
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="perplexity, divergence from another model",
+        description="Perplexity on text; with --against also the divergence.",
+    )
+    _model_argument(evaluate)
+    source = evaluate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, cut into windows of --context tokens")
+    source.add_argument(
+        "--windows", type=Path, metavar="FILE", help="safetensors file with integer `windows` [N, context + 1]"
+    )
+    evaluate.add_argument(
+        "--against", type=Path, metavar="OTHER", help="a second checkpoint: mean KL(OTHER || MODEL), top-1 agreement"
+    )
+    evaluate.add_argument("--context", type=int, metavar="N", help="tokens per window of --text (default: 512)")
+    evaluate.add_argument("--limit", type=int, metavar="N", help="only the first N windows")
+    evaluate.add_argument("--batch", type=int, default=4, metavar="N", help="windows fed together (default: 4)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    _load_arguments(evaluate)
+    evaluate.set_defaults(run=_eval)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a checkpoint is, from its headers",
+        description="Report on a checkpoint without reading its weights.",
+    )
+    _model_argument(inspect)
+    inspect.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="would it run on N tensor-parallel ranks? (default: 1)"
+    )
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", type=Path, default=DEMO, metavar="MODEL", help="checkpoint directory (default: the embedded demo)"
+    )
+
+
+def _load_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="activations (default: the device's)")
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample among the K most probable tokens (default: 0, all)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="among the most probable ones that reach P (default: 1, all)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="among those at least P times as probable as the best (default: 0)",
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="default: 1, off")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+
+
+def _sampling_params(arguments: argparse.Namespace, logprobs: int | None = None) -> SamplingParams:
+    from .model.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        logprobs=logprobs,
+    )
+
+
+def _device_and_dtype(arguments: argparse.Namespace) -> tuple[str, torch.dtype | None]:
+    import torch
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: found cuda, but torch sees no GPU; use cpu")
+    return arguments.device, getattr(torch, arguments.dtype) if arguments.dtype else None
+
+
+def _open(arguments: argparse.Namespace) -> LLM:
+    from .model.runner import LLM
+
+    device, dtype = _device_and_dtype(arguments)
+    llm = LLM(arguments.model, device=device, dtype=dtype)
+    _note(f"{arguments.model}: {llm.describe()}")
+    return llm
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = _sampling_params(arguments, arguments.logprobs)
+    prompt = arguments.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ValueError("--prompt: empty")
+    llm = _open(arguments)
+    outputs = llm.generate(prompt, params, chat=arguments.chat)
+    if arguments.echo:
+        _print(prompt)
+    _stream(llm, outputs)
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    params = _sampling_params(arguments)
+    llm = _open(arguments)
+    opening = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    messages = list(opening)
+    while (line := _ask()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        if not line:
+            continue
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            outputs = llm.generate(turn, params, chat=True)
+        except ValueError as error:
+            # most often a conversation that outgrew the context; the turn is not kept
+            _note(f"error: {error}; /reset starts anew")
+            continue
+        reply = _stream(llm, outputs)
+        _print("\n")
+        messages = [*turn, {"role": "assistant", "content": reply}]
+    return 0
+
+
+def _ask() -> str | None:
+    """The user's next line, or None at the end of input."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing)
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _stream(llm: LLM, outputs: Iterator[Output]) -> str:
+    """Print text as it comes; statistics, and log-probabilities where there are any, to stderr. Returns the text."""
+    text, count, reason = "", 0, None
+    start = time.perf_counter()
+    try:
+        for output in outputs:
+            _print(output.text)
+            text += output.text
+            count += 1
+            reason = output.finish_reason
+            if output.logprobs is not None:
+                _note(_logprob_line(llm, output))
+    finally:
+        seconds = time.perf_counter() - start
+        # keeps the next line, or the shell's prompt, off the text; in a pipe the text stays as it is
+        if sys.stdout.isatty():
+            _print("\n")
+    _note(f"{count} tokens in {seconds:.2f} s, prompt included; finish reason: {reason}")
+    return text
+
+
+def _logprob_line(llm: LLM, output: Output) -> str:
+    def show(token_id: int) -> str:
+        return repr(llm.tokenizer.token_text(token_id)) if llm.tokenizer is not None else ""
+
+    assert output.logprobs is not None
+    top = ", ".join(f"{show(token)} {value:.4f}" for token, value in output.logprobs.top)
+    return f"{output.token_id} {show(output.token_id)} {output.logprobs.logprob:.4f}" + (f"  [{top}]" if top else "")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    for name in ("context", "limit", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}: found {value}, required an integer >= 1")
+    if arguments.context is not None and arguments.windows is not None:
+        raise ValueError("--context: the windows of --windows have their size already; it acts on --text")
+    from . import load
+    from .evaluate import compare, cut_windows, perplexity, read_windows
+    from .model.runner import describe
+    from .model.tokenizer import Tokenizer
+
+    if arguments.windows is not None:
+        windows = read_windows(arguments.windows)
+    else:
+        text = arguments.text.read_text(encoding="utf-8")
+        windows, left = cut_windows(Tokenizer.from_dir(arguments.model), text, arguments.context or 512)
+        if left:
+            _note(f"{arguments.text}: the last {left} tokens fill no window and are left out")
+    windows = windows[: arguments.limit]
+    device, dtype = _device_and_dtype(arguments)
+    models = []
+    for path in (arguments.model, arguments.against):
+        if path is not None:
+            models.append(load(path, device=device, dtype=dtype))
+            _note(f"{path}: {describe(models[-1])}")
+
+    result: dict[str, Any] = {"model": str(arguments.model), "windows": len(windows), "context": windows.shape[1] - 1}
+    if arguments.against is None:
+        one = perplexity(models[0], windows, batch_size=arguments.batch)
+    else:
+        both = compare(models[0], models[1], windows, batch_size=arguments.batch)
+        one = both.model
+    result |= {"tokens": one.tokens, "loss": one.loss, "perplexity": one.perplexity}
+    if arguments.against is not None:
+        result |= {"against": str(arguments.against), "against_perplexity": both.other.perplexity}
+        result |= {"mean_kl": both.mean_kl, "top1_agreement": both.top1_agreement}
+    _print((json.dumps(result, indent=2) if arguments.json else _table(result)) + "\n")
+    return 0
+
+
+def _table(result: dict[str, Any]) -> str:
+    lines = [f"perplexity      {result['perplexity']:.4f}  ({result['tokens']} tokens, {result['loss']:.5f} nats each)"]
+    if "against" in result:
+        lines.append(f"  of {result['against']}: {result['against_perplexity']:.4f}")
+        lines.append(f"mean KL         {result['mean_kl']:.5f} nats")
+        lines.append(f"top-1 agreement {100 * result['top1_agreement']:.2f} %")
+    return "\n".join(lines)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    if arguments.tp < 1:
+        raise ValueError(f"--tp: found {arguments.tp}, required an integer >= 1")
+    from .model.inspect import format_report, inspect_checkpoint
+
+    report = inspect_checkpoint(arguments.model, tp=arguments.tp)
+    _print((json.dumps(report, indent=2) if arguments.json else format_report(report)).rstrip("\n") + "\n")
+    return 0 if report["runs"] else 1
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,501 @@
+"""Generation: prompts in, tokens and text out as they come.
+
+One flat batch a step: sequences join when cache pages are free and leave when they end. A prompt is prefilled in chunks, one
+    chunk
+between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can ever need
+are taken when it joins; it never has to be stopped halfway.
+
+The decode step works on buffers of constant address, rows 0..n-1 in use and the rest padding (position -1, slot -1), and the
+chosen tokens, positions and slots advance on the device: the host reads one small tensor a step, and writes only when a
+sequence joins or leaves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference import PAGE
+from .cache import Batch, PageAllocator, pages_for
+from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
+from .tokenizer import StreamDetokenizer, Tokenizer
+from .transformer import Transformer, load
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+# Without max_context the context ends here: a cache for the million positions of some models would not fit most machines.
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probability of the chosen token, and (id, log-probability) of the most probable ids, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One token of one prompt.
+
+    Attributes:
+        index: which prompt.
+        token_id: the token.
+        text: text that became certain with it; "" while a character or a possible stop string is unfinished, and without a
+            tokenizer.
+        logprobs: where the request asked for them.
+        finish_reason: None while the sequence goes on; "stop" (end-of-sequence id, stop id or stop string) or "length"
+            (max_tokens, or the end of the context).
+    """
+
+    index: int
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class StopStrings:
+    """Cuts streamed text at the first stop string to be complete, and holds back what may be the beginning of one.
+
+    The result does not depend on how the text is divided into pieces.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Text that can be shown, and whether a stop string was found (nothing follows then)."""
+        text = self._held + piece
+        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if ends:
+            self._held = ""
+            return text[: min(ends)[1]], True
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                self._held = text[-length:]
+                return text[:-length], False
+        self._held = ""
+        return text, False
+
+    def flush(self) -> str:
+        """What is still held back, when the text ends otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass
+class _Sequence:
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int  # tokens to generate at most, by max_tokens and by the end of the context
+    stop_ids: frozenset[int]
+    detokenizer: StreamDetokenizer | None
+    stop_strings: StopStrings
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def pages_needed(self) -> int:
+        # the last token is never fed back, so it needs no place in the cache
+        return pages_for(len(self.prompt) + self.limit - 1)
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None) -> Output:
+        """Append a sampled token and decide whether the sequence ends."""
+        self.generated.append(token)
+        reason = "stop" if token in self.stop_ids else "length" if len(self.generated) >= self.limit else None
+        text = ""
+        if self.detokenizer is not None:
+            piece = "" if reason == "stop" else self.detokenizer.push(token)
+            if reason is not None:
+                piece += self.detokenizer.flush()
+            text, found = self.stop_strings.push(piece)
+            if found:
+                reason = "stop"
+            elif reason is not None:
+                text += self.stop_strings.flush()
+        return Output(self.index, token, text, logprobs, reason)
+
+
+class _Rows:
+    """The decode step's input buffers, one row per decoding sequence, at constant addresses."""
+
+    def __init__(self, capacity: int, pages: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.positions = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+        self.slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(capacity, pages, dtype=torch.int32, device=device)
+        self.sequence = torch.arange(capacity, dtype=torch.int32, device=device)
+
+    def load(self, sequences: Sequence[_Sequence]) -> None:
+        """Write the rows of `sequences`, whose last generated token is to be fed next; the rows behind become padding."""
+        count = len(sequences)
+        self.tokens.zero_()
+        self.positions.fill_(-1)
+        self.slots.fill_(-1)
+        self.block_table.zero_()
+        if not count:
+            return
+        device = self.tokens.device
+        table = torch.zeros(count, self.block_table.shape[1], dtype=torch.int32)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        positions = torch.tensor([len(s.prompt) + len(s.generated) - 1 for s in sequences])
+        self.tokens[:count] = torch.tensor([s.generated[-1] for s in sequences]).to(device)
+        self.positions[:count] = positions.to(device)
+        self.slots[:count] = _slots(table, positions).to(device)
+        self.block_table[:count] = table.to(device)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Feed `tokens` int64 [n] next, in rows 0..n-1."""
+        count = tokens.shape[0]
+        self.tokens[:count] = tokens
+        self.positions[:count] += 1
+        self.slots[:count] = _slots(self.block_table[:count], self.positions[:count])
+
+
+def _slots(block_table: Tensor, positions: Tensor) -> Tensor:
+    """Cache rows int64 [n] of one position of each sequence; past the table (a row that just ended) the page is clamped."""
+    column = (positions // PAGE).clamp(max=block_table.shape[1] - 1)
+    page = block_table.gather(1, column[:, None])[:, 0].to(torch.int64)
+    return page * PAGE + positions % PAGE
+
+
+class LLM:
+    """A model with its tokenizer and KV cache.
+
+    Args:
+        model: checkpoint directory, or a loaded `Transformer`.
+        device, dtype, overrides, progress: as `exl3_triton.load`; for a directory only.
+        max_context: most positions of one sequence, prompt and output together. Default: what the model allows, at most 8192.
+        cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: one full context.
+        max_batch: most sequences decoded together.
+        prefill_chunk: most prompt tokens fed in one forward pass.
+        tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
+            out.
+
+    Attributes:
+        max_context: positions that one sequence can really use.
+        vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
+
+    Raises:
+        ValueError: an option out of range or without effect; and whatever `load` raises.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Transformer,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+        max_context: int | None = None,
+        cache_tokens: int | None = None,
+        max_batch: int = 16,
+        prefill_chunk: int = 512,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_context", max_context),
+            ("cache_tokens", cache_tokens),
+            ("max_batch", max_batch),
+            ("prefill_chunk", prefill_chunk),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}: found {value!r}, required an integer >= 1")
+        if isinstance(model, (str, Path)):
+            if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
+                tokenizer = Tokenizer.from_dir(model)
+            model = load(
+                model,
+                device="cpu" if device is None else device,
+                dtype=dtype,
+                overrides=overrides,
+                max_context=max_context,
+                progress=progress is not False,
+            )
+        elif not (device is dtype is overrides is progress is None):
+            raise ValueError("device, dtype, overrides and progress act on loading; this model is loaded already")
+        if max_context is not None and max_context > model.max_context:
+            raise ValueError(f"max_context: found {max_context}, the model allows at most {model.max_context} positions")
+        context = max_context or min(model.max_context, DEFAULT_CONTEXT)
+        num_pages = pages_for(cache_tokens or context)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_context = min(context, num_pages * PAGE)
+        self.prefill_chunk = prefill_chunk
+        self.max_batch = max_batch
+        self.vocab_size = model.config.vocab_size
+        if tokenizer is not None:
+            self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
+        # page 0 takes the writes of padding rows
+        self.cache = model.new_cache(num_pages + 1)
+        self._allocator = PageAllocator(num_pages + 1)
+        self._rows = _Rows(max_batch, pages_for(self.max_context), model.device)
+        self._sampling = SamplingBatch.from_params([], [], model.device)
+        self._seen: Tensor | None = None
+        self._busy = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = False,
+    ) -> Iterator[Output]:
+        """Generate for one prompt or several; yields an `Output` per token as it is chosen, the prompts interleaved.
+
+        Args:
+            prompts: text, token ids, or a list of those. Text gets the model's prefix tokens in front; token ids are taken as
+                they are. With `chat`, a prompt is the user's message or a list of messages, rendered with the chat template.
+            params: for all prompts, or one per prompt. Default: greedy, 128 tokens.
+
+        Raises:
+            ValueError: at once, before any work: an empty prompt, one longer than the context, ids outside the vocabulary,
+                options that need a tokenizer.
+            RuntimeError: an earlier iterator of this LLM is neither exhausted nor closed.
+            FloatingPointError: while iterating: logits hold NaN or have no finite maximum.
+        """
+        listed = _as_list(prompts, chat)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
+            if len(each) != len(listed):
+                raise ValueError(f"params: found {len(each)}, required one, or one for each of the {len(listed)} prompts")
+        sequences = [self._sequence(index, prompt, p, chat) for index, (prompt, p) in enumerate(zip(listed, each))]
+        self._check_idle()
+        return self._run(sequences)
+
+    def describe(self) -> str:
+        """One line: device, dtypes and the kernels in use."""
+        return describe(self.model)
+
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise RuntimeError("another generate() of this LLM is still running; exhaust or close its iterator first")
+
+    def _tokens_of(self, index: int, prompt: Prompt, chat: bool) -> list[int]:
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index}: empty")
+        if not chat and not isinstance(prompt, str):
+            return [_token_id(index, token) for token in prompt]
+        if self.tokenizer is None:
+            raise ValueError(f"prompt {index}: text needs a tokenizer, and the model came without one; give token ids")
+        if not chat:
+            return self.tokenizer.encode(str(prompt))
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.tokenizer.encode_chat(messages)
+
+    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, chat: bool) -> _Sequence:
+        tokens = self._tokens_of(index, prompt, chat)
+        size = self.model.config.vocab_size
+        for name, ids in ((f"prompt {index}", tokens), ("stop_token_ids", params.stop_token_ids)):
+            outside = [token for token in ids if not 0 <= token < size]
+            if outside:
+                raise ValueError(f"{name}: found token id {outside[0]}, the vocabulary has ids 0 to {size - 1}")
+        if params.logprobs is not None and params.logprobs > self.vocab_size:
+            raise ValueError(f"logprobs: found {params.logprobs}, the vocabulary has {self.vocab_size} ids")
+        if len(tokens) > self.max_context:
+            raise ValueError(
+                f"prompt {index}: {len(tokens)} tokens, but the context holds {self.max_context}"
+                " (see max_context and cache_tokens)"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, and the model came without one; use stop_token_ids")
+        eos = () if params.ignore_eos else self.model.config.eos_token_ids
+        return _Sequence(
+            index=index,
+            prompt=tokens,
+            params=params,
+            seed=resolve_seed(params),
+            limit=min(params.max_tokens, self.max_context - len(tokens) + 1),
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            detokenizer=StreamDetokenizer(self.tokenizer, tokens) if self.tokenizer is not None else None,
+            stop_strings=StopStrings(params.stop),
+        )
+
+    def _run(self, sequences: Sequence[_Sequence]) -> Iterator[Output]:
+        self._check_idle()
+        self._busy = True
+        waiting = deque(sequences)
+        prefilling: deque[_Sequence] = deque()
+        decoding: list[_Sequence] = []
+        try:
+            while waiting or prefilling or decoding:
+                while (
+                    waiting
+                    and len(prefilling) + len(decoding) < self.max_batch
+                    and waiting[0].pages_needed <= self._allocator.available
+                ):
+                    sequence = waiting.popleft()
+                    sequence.pages = self._allocator.allocate(sequence.pages_needed)
+                    prefilling.append(sequence)
+                outputs: list[Output] = []
+                joined: list[_Sequence] = []
+                if decoding:
+                    outputs += self._decode(decoding)
+                if prefilling and (first := self._prefill(prefilling[0])) is not None:
+                    outputs.append(first)
+                    joined.append(prefilling.popleft())
+                ended = {output.index for output in outputs if output.finish_reason is not None}
+                if ended or joined:
+                    for sequence in decoding + joined:
+                        if sequence.index in ended:
+                            self._release(sequence)
+                    decoding = [sequence for sequence in decoding + joined if sequence.index not in ended]
+                    self._load(decoding)
+                yield from outputs
+        finally:
+            for sequence in (*prefilling, *decoding):
+                self._release(sequence)
+            self._busy = False
+
+    def _release(self, sequence: _Sequence) -> None:
+        self._allocator.free(sequence.pages)
+        sequence.pages = []
+
+    @torch.inference_mode()
+    def _prefill(self, sequence: _Sequence) -> Output | None:
+        """Feed one chunk of the prompt; with its last chunk, choose the first token."""
+        start = sequence.prefilled
+        end = min(start + self.prefill_chunk, len(sequence.prompt))
+        device = self.model.device
+        table = torch.zeros(1, self._rows.block_table.shape[1], dtype=torch.int32)
+        table[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        positions = torch.arange(start, end)
+        batch = Batch(
+            tokens=torch.tensor(sequence.prompt[start:end]).to(device),
+            positions=positions.to(device),
+            slots=_slots(table.expand(end - start, -1), positions).to(device),
+            block_table=table.to(device),
+            sequence=torch.zeros(end - start, dtype=torch.int32, device=device),
+            max_context=end,
+            prefill=True,
+        )
+        hidden = self.model(batch, self.cache)
+        sequence.prefilled = end
+        if end < len(sequence.prompt):
+            return None
+        logits = self.model.compute_logits(hidden[-1:])[:, : self.vocab_size]
+        parameters = SamplingBatch.from_params([sequence.params], [sequence.seed], device)
+        seen = self._seen_by([sequence]) if parameters.penalized else None
+        sampled = sample(logits, parameters, torch.full((1,), end, device=device), seen=seen)
+        return self._accept([sequence], sampled)[0]
+
+    @torch.inference_mode()
+    def _load(self, decoding: Sequence[_Sequence]) -> None:
+        """Rewrite the decode buffers after sequences joined or left."""
+        self._rows.load(decoding)
+        if not decoding:
+            return
+        params, seeds = [s.params for s in decoding], [s.seed for s in decoding]
+        self._sampling = SamplingBatch.from_params(params, seeds, self.model.device)
+        self._seen = self._seen_by(decoding) if self._sampling.penalized else None
+
+    @torch.inference_mode()
+    def _decode(self, decoding: Sequence[_Sequence]) -> list[Output]:
+        rows, count = self._rows, len(decoding)
+        positions = rows.positions[:count]
+        logits = self._decode_step(
+            rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count], rows.sequence[:count]
+        )
+        sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen)
+        if self._seen is not None:
+            self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
+        rows.advance(sampled.tokens)
+        return self._accept(decoding, sampled)
+
+    def _decode_step(self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, sequence: Tensor) -> Tensor:
+        """Logits fp32 [n, vocab] of one token for each of n sequences."""
+        # the context bound is the same in every step, so that nothing is compiled for a new value
+        batch = Batch(tokens, positions, slots, block_table, sequence, max_context=self.max_context, prefill=False)
+        return self.model.compute_logits(self.model(batch, self.cache))
+
+    def _seen_by(self, sequences: Sequence[_Sequence]) -> Tensor:
+        seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
+        for row, sequence in enumerate(sequences):
+            ids = torch.tensor(sequence.prompt + sequence.generated)
+            seen[row, ids[ids < self.vocab_size]] = True
+        return seen.to(self.model.device)
+
+    def _accept(self, sequences: Sequence[_Sequence], sampled: Sampled) -> list[Output]:
+        """The step's one copy to the host, and what each sequence makes of its token."""
+        tokens, logprobs = _to_host(sampled)
+        for sequence, token in zip(sequences, tokens):
+            if token < 0:
+                raise FloatingPointError(
+                    f"prompt {sequence.index}, position {len(sequence.prompt) + len(sequence.generated)}:"
+                    " the model's logits hold NaN, or no finite maximum"
+                )
+        outputs = []
+        for sequence, token, found in zip(sequences, tokens, logprobs):
+            wanted = sequence.params.logprobs
+            cut = None if wanted is None or found is None else TokenLogprobs(found.logprob, found.top[:wanted])
+            outputs.append(sequence.accept(token, cut))
+        return outputs
+
+
+def describe(model: Transformer) -> str:
+    """One line: a model's device, dtypes and the kernels in use."""
+    from ..ops._dispatch import use_triton
+
+    kernels = "reference (torch)"
+    if use_triton(torch.zeros((), device=model.device)):
+        import triton
+
+        kernels = f"triton {triton.__version__}"
+    name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
+
+
+def _to_host(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Tokens and log-probabilities on the host, in one copy: everything as 32-bit words of one tensor."""
+    columns = [sampled.tokens[:, None].to(torch.int32)]
+    if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
+        columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
+        columns.append(sampled.top_ids.to(torch.int32))
+        columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
+    packed = torch.cat(columns, dim=1).cpu()
+    tokens: list[int] = packed[:, 0].tolist()
+    if len(columns) == 1:
+        return tokens, [None] * len(tokens)
+    count = columns[2].shape[1]
+    chosen = packed[:, 1].contiguous().view(torch.float32).tolist()
+    ids = packed[:, 2 : 2 + count].tolist()
+    values = packed[:, 2 + count :].contiguous().view(torch.float32).tolist()
+    return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in zip(chosen, ids, values)]
+
+
+def _as_list(prompts: Any, chat: bool) -> list[Prompt]:
+    """One prompt or a list of prompts, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts) if isinstance(prompts, Iterable) else None
+    if listed is None:
+        raise ValueError(f"prompts: found {type(prompts).__name__}, required text, token ids, or a list of prompts")
+    if not listed:
+        raise ValueError("prompts: empty")
+    single = isinstance(listed[0], Mapping) if chat else not isinstance(listed[0], (str, Iterable))
+    return [listed] if single else listed
+
+
+def _token_id(index: int, token: Any) -> int:
+    try:
+        return int(token.__index__())
+    except (AttributeError, TypeError):
+        raise ValueError(f"prompt {index}: found {token!r}, required text or integer token ids") from None
