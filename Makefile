@@ -14,10 +14,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/exl3-triton generate --prompt "$(PROMPT)" --max-tokens 64 --temperature 0 --echo
+	OMP_NUM_THREADS=1 $(BIN)/exl3-triton generate --prompt "$(PROMPT)" --max-tokens 64 --temperature 0 --echo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m slow

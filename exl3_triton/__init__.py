@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .plan import MoePlan as MoePlan
     from .plan import MoeSpec as MoeSpec
     from .plan import plan_moe as plan_moe
+    from .warmup import warmup as warmup
 
 _EXPORTS = {
     "Codebook": ".format",
@@ -40,6 +41,7 @@ _EXPORTS = {
     "TrellisWeight": ".format",
     "load": ".model.transformer",
     "plan_moe": ".plan",
+    "warmup": ".warmup",
 }
 __all__ = [*sorted(_EXPORTS), "ops"]
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout at exit; without this it would report the same error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
         _note(f"error: {' '.join(str(error).split())}")
         return 2
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -247,7 +246,8 @@ class ExpertProjection:
 
     words: int16 [sum of the experts' trellis sizes], the trellises back to back; layout: per expert (offset into `words`,
     2K, codebook); table: the layout as int64 [E, 3] on the weights' device, for the kernels; suh: fp16 [E, in_padded] or
-    [1, in_padded] where all experts share it; svh: fp16 [E or 1, out_padded].
+    [1, in_padded] where all experts share it; svh: fp16 [E or 1, out_padded]; formats: the distinct (rate, codebook) pairs
+    present, as sorted `format_code`s.
     """
 
     words: Tensor
@@ -255,6 +255,11 @@ class ExpertProjection:
     table: Tensor
     suh: Tensor
     svh: Tensor
+    formats: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        codes = {format_code(twice_bits, codebook) for _, twice_bits, codebook in self.layout}
+        object.__setattr__(self, "formats", tuple(sorted(codes)))
 
     @property
     def num_experts(self) -> int:
@@ -267,11 +272,6 @@ class ExpertProjection:
     @property
     def padded_out(self) -> int:
         return self.svh.shape[1]
-
-    @cached_property
-    def formats(self) -> tuple[int, ...]:
-        """The distinct (rate, codebook) pairs present, as sorted `format_code`s."""
-        return tuple(sorted({format_code(twice_bits, codebook) for _, twice_bits, codebook in self.layout}))
 
     def expert(self, index: int) -> TrellisWeight:
         """Expert `index` as a matrix whose tensors alias the slab."""
@@ -418,4 +418,5 @@ class ExpertWeights:
                 for e in range(num_experts)
             ]
             projections.append(ExpertProjection.from_weights(weights))
-        return cls(*projections, hidden_size=hidden_size or 0, intermediate_size=intermediate_size or 0)
+        gate, up, down = projections
+        return cls(gate, up, down, hidden_size or 0, intermediate_size or 0)

@@ -48,7 +48,7 @@ def codebook_values(codebook: Codebook) -> Tensor:
     state = torch.arange(1 << 16, dtype=torch.int64)
     if codebook is Codebook.MUL1:
         product = state * 0x83DCD12D & 0xFFFFFFFF
-        byte_sum = sum(product >> shift & 0xFF for shift in (0, 8, 16, 24))
+        byte_sum = torch.stack([product >> shift & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
         scale, offset = torch.tensor([0x1EEE, 0xC931 - 0x10000], dtype=torch.int16).view(torch.float16).double()
         return ((1024 + byte_sum).double() * scale + offset).to(torch.float16)  # exact before the only rounding
     product = state * 89226354 + 64248484 if codebook is Codebook.THREE_INST else state * 0xCBAC1FED
@@ -284,6 +284,26 @@ def index_k_write(
     _store(rope(k[:, None], positions, table, interleaved)[:, 0], slots, cache)
 
 
+def gqa_kv_write(
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    interleaved: bool,
+) -> None:
+    """k [T, heads, D], v [T, heads, V] -> cache rows `slots`: keys RMS-normalised per head (where `weight` [D] is given), then
+    rope on their first R dimensions; values as they are. Slots below 0 are skipped.
+    """
+    k = _wide(k) if weight is None else rms_norm(k, weight, eps)
+    _store(rope(k, positions, table, interleaved).flatten(1), slots, k_cache.flatten(2))
+    _store(_wide(v).flatten(1), slots, v_cache.flatten(2))
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +355,8 @@ def mla_decode(
         scores = einsum(query[tokens], rows, "token head d, key d -> token head key") * scale
         scores = scores.masked_fill(~mask[:, None], float("-inf"))
         lse[tokens] = scores.logsumexp(-1)
-        out[tokens] = einsum(scores.softmax(-1), rows[:, : out.shape[-1]], "token head key, key c -> token head c")
+        share = (scores - lse[tokens, :, None]).exp().nan_to_num(0.0)  # no key at all: 0, not 0 / 0
+        out[tokens] = einsum(share, rows[:, : out.shape[-1]], "token head key, key c -> token head c")
     return out, lse
 
 
@@ -366,6 +387,35 @@ def mla_prefill(
     return out
 
 
+def gqa_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Grouped attention: query head h attends key-value head h // (H / KV). q [T, H, D], caches [pages, 64, KV, D or V]
+    -> (o [T, H, V], lse [T, H]); tokens at negative positions give o = 0, lse = -inf.
+    """
+    q = _wide(q)
+    heads, kv_heads = q.shape[1], k_cache.shape[2]
+    out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=q.dtype, device=q.device)
+    place = (block_table, sequence, positions, q.dtype)
+    contexts = zip(_contexts(k_cache.flatten(2), *place), _contexts(v_cache.flatten(2), *place))
+    for (tokens, keys, mask), (_, values, _) in contexts:
+        query = rearrange(q[tokens], "token (kv group) d -> token kv group d", group=heads // kv_heads)
+        keys, values = (rearrange(rows, "key (kv d) -> key kv d", kv=kv_heads) for rows in (keys, values))
+        scores = einsum(query, keys, "token kv group d, key kv d -> token kv group key") * scale
+        scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+        lse[tokens] = scores.logsumexp(-1).flatten(1)
+        o = einsum(scores.softmax(-1), values, "token kv group key, key kv v -> token kv group v")
+        out[tokens] = rearrange(o, "token kv group v -> token (kv group) v")
+    return out, lse
+
+
 def index_select(
     q: Tensor, weights: Tensor, cache: Tensor, block_table: Tensor, sequence: Tensor, positions: Tensor, topk: int
 ) -> Tensor:
@@ -379,7 +429,7 @@ def index_select(
     for tokens, keys, mask in _contexts(cache, block_table, sequence, positions, q.dtype):
         heads = einsum(q[tokens], keys, "token head d, key d -> token head key").relu()
         scores = einsum(heads, weights[tokens].to(q.dtype), "token head key, token head -> token key")
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~mask | scores.isnan(), float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
         outside = keys.shape[0]
         best = torch.where(mask.gather(1, best), best, outside).sort(dim=-1).values

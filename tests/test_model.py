@@ -5,12 +5,22 @@ from __future__ import annotations
 import golden
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import exl3_triton
 from exl3_triton.model.cache import Batch, PageAllocator, pages_for
 
 DATA = golden.DATA.parent
-FAMILIES = ("glm_moe_dsa",)
+FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v2_grouped_yarn",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)
 DEMO = exl3_triton.__path__[0] + "/demo"
 
 
@@ -69,6 +79,70 @@ def test_forward_of_a_flat_batch_equals_each_sequence_alone(oracles, family):
     assert (logits[51:] - expected[1, :31]).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2_grouped_yarn", "deepseek_v32", "glm4_moe"])
+def test_forward_through_the_triton_kernels(family, device, triton_backend):
+    """A prefill past index_topk = 8, then two tokens one by one; fp32 products on every path."""
+    tensors = golden.read_tensors(DATA / "oracle" / family / "logits.safetensors")
+    model = exl3_triton.load(DATA / "oracle" / family, device=device, dtype=torch.float32, progress=False)
+    ids, expected = tensors["input_ids"][1].to(device), tensors["logits"][1]
+    cache = model.new_cache(3)
+    for start, end in ((0, 12), (12, 13), (13, 14)):
+        batch = Batch.of_sequence(ids[start:end], start, [2], prefill=start == 0)
+        with torch.inference_mode():
+            actual = model.compute_logits(model(batch, cache))
+        assert (actual.cpu() - expected[start:end]).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_cache_has_what_the_family_needs(oracles, family):
+    """Latent rows and an index key where a layer owns an indexer, or keys and values of every key-value head."""
+    cache = oracles[family][0].new_cache(3)
+    shapes = [[list(t.shape) for t in vars(layer).values() if t is not None] for layer in cache.layers]
+    if family == "glm4_moe":
+        assert shapes == [[[3, 64, 2, 32]] * 2] * 3
+    else:
+        own = {"glm_moe_dsa": (0, 1, 2, 6), "deepseek_v32": (0, 1, 2)}.get(family, ())
+        assert shapes == [[[3, 64, 40]] + [[3, 64, 16]] * (layer in own) for layer in range(len(shapes))]
+    assert cache.num_pages == 3
+    assert cache.nbytes == 4 * sum(t.numel() for t in cache.tensors)
+
+
+def changed_oracle(directory, family, change):
+    """A copy of an oracle whose tensors `change` may alter."""
+    source = DATA / "oracle" / family
+    tensors = golden.read_tensors(source / "model.safetensors")
+    change(tensors)
+    (directory / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_load_leaves_mtp_layers_aside(tmp_path, family):
+    def change(tensors):
+        tensors["model.layers.3.enorm.weight"] = torch.randn(64)
+        tensors["model.layers.3.shared_head.head.weight"] = torch.randn(128, 64)
+
+    path = changed_oracle(tmp_path, family, change)
+    tensors = golden.read_tensors(DATA / "oracle" / family / "logits.safetensors")
+    actual = exl3_triton.load(path, progress=False).logits(tensors["input_ids"][0])
+    assert (actual - tensors["logits"][0]).abs().max() < 2e-5
+    with pytest.raises(ValueError, match=r"2 unexpected: layers\.3\.enorm"):
+        exl3_triton.load(path, progress=False, overrides={"num_nextn_predict_layers": 0})
+
+
+def test_load_holds_biases_against_the_config(tmp_path):
+    path = changed_oracle(tmp_path, "glm4_moe", lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.k_proj\.bias: found none, required one .*attention_bias is true"
+    ):
+        exl3_triton.load(path, progress=False)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.self_attn\.q_proj\.bias: found one, required none .*attention_bias is false"
+    ):
+        exl3_triton.load(path, progress=False, overrides={"attention_bias": False})
+
+
 def checkpoints(testdata):
     return [testdata / "demo" / name for name in ("demo-exl3-3.0bpw-mcg", "demo-exl3-mixed-mul1")]
 
@@ -115,7 +189,11 @@ def test_logits_refuses_bad_tokens():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"dtype": torch.int8}, "dtype.*int8"), ({"max_context": 0}, "max_context.*0"), ({"max_context": 4097}, "max_context.*4097")],
+    [
+        ({"dtype": torch.int8}, "dtype.*int8"),
+        ({"max_context": 0}, "max_context.*0"),
+        ({"max_context": 4097}, "max_context.*4097"),
+    ],
 )
 def test_load_refuses_bad_options(options, message):
     with pytest.raises(ValueError, match=message):

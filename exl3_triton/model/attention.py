@@ -1,4 +1,4 @@
-"""Multi-head latent attention with the indexer of sparse attention.
+"""Multi-head latent attention, with the indexer of sparse attention where the family has one.
 
 Sources: DeepSeek-V2, arXiv:2405.04434 (MLA); DeepSeek-V3.2, arXiv:2512.02556 (lightning indexer).
 The cache holds one row a token: the normalised latent (C) and the turned rope key (R), shared by all heads. Prefill unfolds
@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import ops
-from .cache import Batch
+from .cache import Batch, LatentCache
 from .config import ModelConfig
 from .layers import RMSNorm, linears
 
@@ -56,7 +56,7 @@ class Indexer(nn.Module):
 
 
 class MLA(nn.Module):
-    """One attention layer; `indexer_kind` "full" owns an indexer, "shared" reuses the selection of the last full layer."""
+    """One attention layer: it attends to everything, or to what its indexer or that of an earlier layer selected."""
 
     kv_a_norm: Tensor
     w_uk: Tensor
@@ -66,10 +66,13 @@ class MLA(nn.Module):
         super().__init__()
         self.config = c = config
         name = f"layers.{layer}.self_attn"
-        head_width = c.qk_nope_head_dim + c.qk_rope_head_dim
-        self.q_a = source.linear(f"{name}.q_a_proj", c.hidden_size, c.q_lora_rank)
-        self.q_a_norm = RMSNorm(source.tensor(f"{name}.q_a_layernorm.weight", (c.q_lora_rank,)), c.latent_norm_eps)
-        self.q_b = source.linear(f"{name}.q_b_proj", c.q_lora_rank, c.num_heads * head_width)
+        self.q_a = self.q_a_norm = None
+        if c.q_lora_rank is None:
+            self.q_b = source.linear(f"{name}.q_proj", c.hidden_size, c.num_heads * c.head_dim)
+        else:
+            self.q_a = source.linear(f"{name}.q_a_proj", c.hidden_size, c.q_lora_rank)
+            self.q_a_norm = RMSNorm(source.tensor(f"{name}.q_a_layernorm.weight", (c.q_lora_rank,)), c.latent_norm_eps)
+            self.q_b = source.linear(f"{name}.q_b_proj", c.q_lora_rank, c.num_heads * c.head_dim)
         self.kv_a = source.linear(f"{name}.kv_a_proj_with_mqa", c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
         self.register_buffer("kv_a_norm", source.tensor(f"{name}.kv_a_layernorm.weight", (c.kv_lora_rank,)))
         kv_b_shape = (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
@@ -79,24 +82,26 @@ class MLA(nn.Module):
         self.register_buffer("w_uk", w_uk.contiguous())
         self.register_buffer("w_uv", w_uv.contiguous())
         self.o = source.linear(f"{name}.o_proj", c.num_heads * c.v_head_dim, c.hidden_size)
-        full = c.indexer_kinds[layer] == "full"
-        self.indexer = Indexer(c, source, f"{name}.indexer") if full else None
+        self.indexer = Indexer(c, source, f"{name}.indexer") if c.owns_indexer(layer) else None
 
     def forward(
-        self, x: Tensor, batch: Batch, latent: Tensor, index_keys: Tensor | None, selected: Tensor | None, table: Tensor
+        self, x: Tensor, batch: Batch, cache: LatentCache, selected: Tensor | None, table: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """x [T, hidden] (normed) -> (fp32 [T, hidden], the selection for following "shared" layers)."""
-        c = self.config
-        q_a, kv = linears(x, [self.q_a, self.kv_a], torch.float32)
-        q_latent = self.q_a_norm(q_a, x.dtype)
+        c, latent = self.config, cache.rows
+        if self.q_a is None or self.q_a_norm is None:
+            q_latent, kv = x, self.kv_a(x, torch.float32)
+        else:
+            q_a, kv = linears(x, [self.q_a, self.kv_a], torch.float32)
+            q_latent = self.q_a_norm(q_a, x.dtype)
         q = rearrange(self.q_b(q_latent), "token (head d) -> token head d", head=c.num_heads)
         interleaved = c.rope_interleave
         q = ops.rope(q, batch.positions, table, interleaved=interleaved, start=c.qk_nope_head_dim)
         write = (self.kv_a_norm, c.latent_norm_eps, batch.positions, batch.slots, table, latent)
         ops.mla_kv_write(kv, *write, interleaved=interleaved)
         if self.indexer is not None:
-            assert index_keys is not None
-            selected = self.indexer(x, q_latent, batch, index_keys, table)
+            assert cache.index_keys is not None
+            selected = self.indexer(x, q_latent, batch, cache.index_keys, table)
         place = (batch.block_table, batch.sequence, batch.positions)
         scale, bound = c.softmax_scale, batch.max_context
         if batch.prefill and selected is None:

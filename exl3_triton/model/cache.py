@@ -44,20 +44,40 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class KVCache:
-    """Per layer: latent rows [pages, 64, C + R], and index keys [pages, 64, D] where the layer owns an indexer, else None."""
+class LatentCache:
+    """One MLA layer's rows [pages, 64, C + R], and index keys [pages, 64, D] where it owns an indexer, else None."""
 
-    latent: tuple[Tensor, ...]
-    index_keys: tuple[Tensor | None, ...]
+    rows: Tensor
+    index_keys: Tensor | None
+
+
+@dataclass(frozen=True)
+class GroupedCache:
+    """One GQA layer's keys and values [pages, 64, key-value heads, D], the keys normed and rotated."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The cache of every layer: all `LatentCache` or all `GroupedCache`, by the family's attention."""
+
+    layers: tuple[LatentCache | GroupedCache, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All cache tensors [pages, 64, ...]."""
+        return tuple(each for layer in self.layers for each in vars(layer).values() if each is not None)
 
     @property
     def num_pages(self) -> int:
-        return self.latent[0].shape[0]
+        return self.tensors[0].shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all cache tensors."""
-        return sum(t.nbytes for t in (*self.latent, *self.index_keys) if t is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @classmethod
     def allocate(cls, config: ModelConfig, num_pages: int, *, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -65,14 +85,16 @@ class KVCache:
         if num_pages < 2:
             raise ValueError(f"num_pages: found {num_pages}, required at least 2 (page 0 is reserved)")
 
-        def pages(width: int) -> Tensor:
-            return torch.zeros(num_pages, PAGE, width, dtype=dtype, device=device)
+        def pages(*row: int) -> Tensor:
+            return torch.zeros(num_pages, PAGE, *row, dtype=dtype, device=device)
 
-        owners = (kind == "full" for kind in config.indexer_kinds)
-        return cls(
-            latent=tuple(pages(config.kv_lora_rank + config.qk_rope_head_dim) for _ in range(config.num_layers)),
-            index_keys=tuple(pages(config.index_head_dim) if owner else None for owner in owners),
-        )
+        def layer(index: int) -> LatentCache | GroupedCache:
+            c = config
+            if not c.kv_lora_rank:
+                return GroupedCache(pages(c.num_kv_heads, c.head_dim), pages(c.num_kv_heads, c.v_head_dim))
+            return LatentCache(pages(c.kv_width), pages(c.index_head_dim) if c.owns_indexer(index) else None)
+
+        return cls(tuple(layer(index) for index in range(config.num_layers)))
 
 
 class PageAllocator:

@@ -12,14 +12,53 @@ from typing import Any
 from .checkpoint import read_json_object
 
 _REQUIRED: Any = object()
+_PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Rotary positions stretched to `factor` times the context of training (YaRN, arXiv:2309.00071, as DeepSeek uses it).
+
+    mscale and mscale_all_dim: 0 where the config does not say; transformers then scales the table by `magnitude(1)`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def magnitude(self, mscale: float) -> float:
+        """0.1 * mscale * ln(factor) + 1."""
+        return 0.1 * mscale * math.log(max(self.factor, 1.0)) + 1.0
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on cosines and sines; 1 for every published model."""
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude(1.0)
+
+    def ramp(self, theta: float, width: int) -> list[float]:
+        """For each of width/2 frequencies: 0 (kept) .. 1 (divided by `factor`), by how often it turns in the old context."""
+
+        def pair(turns: float) -> float:
+            return width * math.log(self.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+        low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), width - 1)
+        span = high - low or 0.001  # the one case that would divide by zero, as transformers resolves it
+        return [min(max((j - low) / span, 0.0), 1.0) for j in range(width // 2)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of one model, the same for every family; widths are in elements.
 
-    `layer_kinds[l]` is "dense" or "sparse" (routed experts); `indexer_kinds[l]` is "full" (the layer owns an indexer) or
-    "shared" (it attends to what the last full layer before it selected), and empty where the family has no indexer.
+    Attention is either latent (MLA: `kv_lora_rank` > 0) or grouped (GQA: `num_kv_heads` > 0); a width that a family lacks is
+    0. A head of queries has `qk_rope_head_dim` rotated and `qk_nope_head_dim` plain elements: plain ones first in MLA, rotated
+    ones first in GQA. `layer_kinds[l]` is "dense" or "sparse" (routed experts); `indexer_kinds[l]` is "full" (the layer owns
+    an indexer) or "shared" (it attends to what the last full layer before it selected); none where the family has no indexer.
     """
 
     model_type: str
@@ -27,15 +66,19 @@ class ModelConfig:
     hidden_size: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int = 0
     rms_norm_eps: float
-    latent_norm_eps: float
-    q_lora_rank: int | None
-    kv_lora_rank: int
+    latent_norm_eps: float = 1e-6
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    attention_bias: bool = False
+    use_qk_norm: bool = False
     rope_theta: float
     rope_interleave: bool
+    yarn: Yarn | None = None
     max_position_embeddings: int
     intermediate_size: int
     moe_intermediate_size: int
@@ -48,19 +91,58 @@ class ModelConfig:
     norm_topk_prob: bool
     routed_scaling_factor: float
     layer_kinds: tuple[str, ...]
-    indexer_kinds: tuple[str, ...]
-    index_num_heads: int
-    index_head_dim: int
-    index_topk: int
-    indexer_rope_interleave: bool
+    indexer_kinds: tuple[str, ...] = ()
+    index_num_heads: int = 0
+    index_head_dim: int = 0
+    index_topk: int = 0
+    indexer_rope_interleave: bool = False
     num_mtp_layers: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
 
     @property
+    def head_dim(self) -> int:
+        """Width of a query head (and, in GQA, of a key and a value head)."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def owns_indexer(self, layer: int) -> bool:
+        return bool(self.indexer_kinds) and self.indexer_kinds[layer] == "full"
+
+    @property
+    def kv_width(self) -> int:
+        """Elements that a token takes in the key-value cache of one layer, the indexer's key not counted."""
+        if self.kv_lora_rank:
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
     def softmax_scale(self) -> float:
-        """Factor on the attention scores: (nope + rope)^-1/2; absorbing the up-projections does not change it."""
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        """Factor on the attention scores: head_dim^-1/2, in MLA times YaRN's magnitude squared.
+
+        Absorbing the up-projections into the queries does not change it.
+        """
+        scale = self.head_dim**-0.5
+        if self.yarn is not None and self.kv_lora_rank:
+            scale *= self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
+        return scale
+
+    def rope_frequencies(self) -> list[float]:
+        """Radians a position for each of the qk_rope_head_dim / 2 rotations."""
+        width = self.qk_rope_head_dim
+        plain = [self.rope_theta ** (-2 * j / width) for j in range(width // 2)]
+        if self.yarn is None:
+            return plain
+        ramp = self.yarn.ramp(self.rope_theta, width)
+        return [f / self.yarn.factor * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)]
+
+    @classmethod
+    def preset(cls, name: str) -> ModelConfig:
+        """The published sizes of a model, e.g. "glm-5.2", without a checkpoint. Raises ValueError listing the known names."""
+        path = _PRESETS / f"{name}.json"
+        if not path.is_file():
+            known = ", ".join(sorted(each.stem for each in _PRESETS.glob("*.json")))
+            raise ValueError(f"preset {name!r} is not known; known: {known}")
+        return cls.from_dict(read_json_object(path))
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -174,12 +256,18 @@ class _Keys:
     def unsupported(self, key: str, value: Any, required: str = "") -> ValueError:
         return ValueError(f"config.json: {key} = {value!r} is not supported for {self.values['model_type']}{required}")
 
-    def shadow(self, by: str, *keys: str) -> None:
-        """`by` decides, so that overriding one of `keys` would change nothing: refused unless `by` is overridden too."""
+    def unused(self, why: str, *keys: str) -> None:
+        """These keys decide nothing: overriding one is refused."""
         for key in keys:
             self.known.add(key)
-            if key in self.overrides and by not in self.overrides:
-                raise ValueError(f"overrides: {key} has no effect because config.json has {by}; override {by} instead")
+            if key in self.overrides:
+                raise ValueError(f"overrides: {key} has no effect because {why}")
+
+    def shadow(self, by: str, *keys: str) -> None:
+        """`by` decides, so that overriding one of `keys` would change nothing, unless `by` is overridden too."""
+        self.known.update(keys)
+        if by not in self.overrides:
+            self.unused(f"config.json has {by}; override {by} instead", *keys)
 
 
 def _positive(key: str, value: Any) -> float:
@@ -198,13 +286,13 @@ def _per_layer(key: str, values: Any, num_layers: int, kinds: Sequence[str]) -> 
     return tuple(values)
 
 
-def _layer_kinds(keys: _Keys, num_layers: int) -> tuple[str, ...]:
+def _layer_kinds(keys: _Keys, num_layers: int, first_dense: Any) -> tuple[str, ...]:
     """Which layers have routed experts: `mlp_layer_types` beats `first_k_dense_replace` with `moe_layer_freq`."""
     listed = keys.get("mlp_layer_types", None)
     if listed is not None:
         keys.shadow("mlp_layer_types", "first_k_dense_replace", "moe_layer_freq")
         return _per_layer("mlp_layer_types", listed, num_layers, ("dense", "sparse"))
-    first = keys.integer("first_k_dense_replace", minimum=0)
+    first = keys.integer("first_k_dense_replace", first_dense, minimum=0)
     frequency = keys.integer("moe_layer_freq", 1)
     return tuple("sparse" if layer >= first and layer % frequency == 0 else "dense" for layer in range(num_layers))
 
@@ -230,28 +318,64 @@ def _indexer_kinds(keys: _Keys, num_layers: int) -> tuple[str, ...]:
     return kinds
 
 
-def _plain_rope_theta(keys: _Keys) -> float:
-    """theta of unscaled rotary positions, in either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    parameters = keys.get("rope_parameters", None)
-    scaling = keys.get("rope_scaling", None)
-    flat = keys.get("rope_theta", None)
-    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        if value is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise ValueError(f"config.json: {name} = {value!r}, an object is required")
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
-            raise keys.unsupported(f"{name}.rope_type", kind, ", 'default' is required")
-        if value.get("partial_rotary_factor", 1) != 1:
-            raise keys.unsupported(f"{name}.partial_rotary_factor", value["partial_rotary_factor"], ", 1 is required")
-    keys.only("partial_rotary_factor", 1)
-    theta = parameters.get("rope_theta") if parameters is not None else None
-    if theta is None:
-        return keys.number("rope_theta")
-    if flat is not None and flat != theta:
-        raise ValueError(f"config.json: rope_theta = {flat!r} contradicts rope_parameters.rope_theta = {theta!r}")
-    return _positive("rope_parameters.rope_theta", theta)
+_YARN_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_ROPE_KEYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
+
+
+def _rope(keys: _Keys, default_part: float = 1.0) -> tuple[float, dict[str, Any]]:
+    """(The rotated part of a head, theta and YaRN), in either spelling: `rope_parameters`, or flat beside `rope_scaling`.
+
+    A value may be given twice if both agree.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def put(key: str, value: Any, origin: str) -> None:
+        if values.setdefault(key, value) != value:
+            raise ValueError(f"config.json: {origin} = {value!r} contradicts {origins[key]} = {values[key]!r}")
+        origins.setdefault(key, origin)
+
+    for name in ("rope_parameters", "rope_scaling"):
+        given = keys.get(name, {})
+        if not isinstance(given, Mapping):
+            raise ValueError(f"config.json: {name} = {given!r}, an object is required")
+        for key, value in given.items():
+            if value is None:
+                continue
+            if key != "type" and key not in _ROPE_KEYS | _YARN_KEYS:
+                raise keys.unsupported(f"{name}.{key}", value)
+            put("rope_type" if key == "type" else key, value, f"{name}.{key}")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if keys.get(key, None) is not None:
+            put(key, keys.get(key), key)
+
+    def number(key: str, default: float | None = None) -> float:
+        if key not in values:
+            if default is None:
+                raise ValueError(f"config.json: {key} is missing")
+            return default
+        return _positive(origins[key], values[key])
+
+    part = number("partial_rotary_factor", default_part)
+    if part > 1 or (default_part == 1 and part != 1):
+        rule = ", 1 is required" if default_part == 1 else ", at most 1 is required"
+        raise keys.unsupported(origins["partial_rotary_factor"], values["partial_rotary_factor"], rule)
+    kind, theta = values.get("rope_type", "default"), number("rope_theta")
+    if theta <= 1:
+        raise ValueError(f"config.json: {origins['rope_theta']} = {theta}, a number above 1 is required")
+    if kind == "default":
+        for key in sorted(_YARN_KEYS & values.keys()):
+            raise keys.unsupported(origins[key], values[key], ": the rope type is 'default'")
+        return part, {"rope_theta": theta}
+    if kind != "yarn":
+        raise keys.unsupported(origins["rope_type"], kind, ", 'default' or 'yarn' is required")
+    original = number("original_max_position_embeddings")
+    if original != int(original):
+        raise ValueError(f"config.json: {origins['original_max_position_embeddings']} = {original}, an integer is required")
+    # zero, or absent, is a value of its own here
+    mscales = {key: number(key) if values.get(key) else 0.0 for key in ("mscale", "mscale_all_dim")}
+    betas = {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
+    return part, {"rope_theta": theta, "yarn": Yarn(number("factor"), int(original), **betas, **mscales)}
 
 
 def _eos_token_ids(keys: _Keys) -> tuple[int, ...]:
@@ -272,69 +396,169 @@ def _check_routing(num_experts: int, per_token: int, n_group: int, topk_group: i
         raise ValueError(f"config.json: num_experts_per_tok = {per_token}, but routing chooses among {reachable} experts only")
 
 
-def _glm_moe_dsa(keys: _Keys) -> ModelConfig:
-    """GLM-5 to 5.3: MLA with interleaved rotary positions, sparse-attention indexer, sigmoid router with a correction bias.
+def _latent_attention(keys: _Keys, *, q_lora: bool = False) -> dict[str, Any]:
+    """MLA; with `q_lora` queries must come from a latent, as an indexer needs it, else they may.
 
-    `head_dim` is never read: these configs put one of several head widths there.
+    `head_dim` and `num_key_value_heads` are never read: these configs put one of several head widths, or anything, there.
     """
-    keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
-    keys.only("mlp_bias", False)
-    keys.only("scoring_func", "sigmoid")
-    keys.only("topk_method", "noaux_tc")
-    keys.absent("swiglu_limit")
-    num_layers = keys.integer("num_hidden_layers")
-    if keys.get("layer_types", None) is not None:
-        _per_layer("layer_types", keys.get("layer_types"), num_layers, ("deepseek_sparse_attention",))
     nope, rope = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
     if rope % 2:
         raise ValueError(f"config.json: qk_rope_head_dim = {rope}, an even number is required (rotations act on pairs)")
     if keys.integer("qk_head_dim", nope + rope) != nope + rope:
         found = keys.get("qk_head_dim")
         raise ValueError(f"config.json: qk_head_dim = {found}, nope + rope = {nope + rope} is required")
-    index_head_dim = keys.integer("index_head_dim")
-    if index_head_dim < rope:
-        raise ValueError(f"config.json: index_head_dim = {index_head_dim}, at least qk_rope_head_dim = {rope} is required")
-    num_experts, per_token = keys.integer("n_routed_experts"), keys.integer("num_experts_per_tok")
-    n_group, topk_group = keys.integer("n_group", 1), keys.integer("topk_group", 1)
-    _check_routing(num_experts, per_token, n_group, topk_group)
-    return ModelConfig(
+    direct = not q_lora and keys.get("q_lora_rank", None) is None
+    return {
+        # transformers builds the two latent norms with this value whatever rms_norm_eps says
+        "latent_norm_eps": keys.number("latent_norm_eps", 1e-6),
+        "q_lora_rank": None if direct else keys.integer("q_lora_rank"),
+        "kv_lora_rank": keys.integer("kv_lora_rank"),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": keys.integer("v_head_dim"),
+        "rope_interleave": keys.flag("rope_interleave", True),
+        **_rope(keys)[1],
+    }
+
+
+def _grouped_attention(keys: _Keys) -> dict[str, Any]:
+    """GQA as in GLM-4.5: half-split rotary positions on the first part of a head, biases on q, k, v, norms on q and k."""
+    keys.only("rope_interleave", False)
+    heads, kv_heads = keys.integer("num_attention_heads"), keys.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise ValueError(f"config.json: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")
+    width = keys.integer("head_dim", keys.integer("hidden_size") // heads)
+    part, rope = _rope(keys, 0.5)
+    rotated = int(width * part)
+    if rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"config.json: head_dim = {width} times partial_rotary_factor = {part} makes {rotated} rotated elements, an even "
+            "number above 0 is required"
+        )
+    return {
+        "num_kv_heads": kv_heads,
+        "qk_nope_head_dim": width - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": width,
+        "attention_bias": keys.flag("attention_bias", False),
+        "use_qk_norm": keys.flag("use_qk_norm", False),
+        "rope_interleave": False,
+        **rope,
+    }
+
+
+def _indexer(keys: _Keys, *, interleave: bool) -> dict[str, Any]:
+    """The indexer of sparse attention; it rotates the first qk_rope_head_dim elements of its keys."""
+    width, rope = keys.integer("index_head_dim"), keys.integer("qk_rope_head_dim")
+    if width < rope:
+        raise ValueError(f"config.json: index_head_dim = {width}, at least qk_rope_head_dim = {rope} is required")
+    return {
+        "indexer_kinds": _indexer_kinds(keys, keys.integer("num_hidden_layers")),
+        "index_num_heads": keys.integer("index_n_heads"),
+        "index_head_dim": width,
+        "index_topk": keys.integer("index_topk"),
+        "indexer_rope_interleave": keys.flag("indexer_rope_interleave", interleave),
+    }
+
+
+def _sigmoid_router(keys: _Keys) -> dict[str, Any]:
+    """DeepSeek-V3's: sigmoid scores, chosen with a correction bias, in groups."""
+    keys.only("scoring_func", "sigmoid")
+    keys.only("topk_method", "noaux_tc")
+    return {
+        "scoring": "sigmoid",
+        "n_group": keys.integer("n_group", 1),
+        "topk_group": keys.integer("topk_group", 1),
+        "norm_topk_prob": keys.flag("norm_topk_prob", True),
+    }
+
+
+def _softmax_router(keys: _Keys) -> dict[str, Any]:
+    """DeepSeek-V2's: softmax scores, never normalised (transformers ignores `norm_topk_prob`), in groups or not."""
+    keys.only("scoring_func", "softmax")
+    keys.only("topk_method", "greedy", "group_limited_greedy")
+    keys.unused("this family never normalises the weights of the chosen experts", "norm_topk_prob")
+    router = {"scoring": "softmax", "norm_topk_prob": False}
+    if keys.get("topk_method", "greedy") == "greedy":
+        keys.unused("topk_method is 'greedy'", "n_group", "topk_group")
+        return {**router, "n_group": 1, "topk_group": 1}
+    return {**router, "n_group": keys.integer("n_group"), "topk_group": keys.integer("topk_group")}
+
+
+def _model(
+    keys: _Keys, *parts: Mapping[str, Any], attention: str = "full_attention", first_dense: Any = _REQUIRED
+) -> ModelConfig:
+    """What all families have, and the `parts` of one; `attention`: what `layer_types` may say."""
+    keys.only("hidden_act", "silu")
+    keys.only("mlp_bias", False)
+    keys.absent("swiglu_limit")
+    num_layers = keys.integer("num_hidden_layers")
+    if keys.get("layer_types", None) is not None:
+        _per_layer("layer_types", keys.get("layer_types"), num_layers, (attention,))
+    config = ModelConfig(
         model_type=keys.get("model_type"),
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
         num_layers=num_layers,
         num_heads=keys.integer("num_attention_heads"),
         rms_norm_eps=keys.number("rms_norm_eps"),
-        # transformers builds the two latent norms with this value whatever rms_norm_eps says
-        latent_norm_eps=keys.number("latent_norm_eps", 1e-6),
-        q_lora_rank=keys.integer("q_lora_rank"),
-        kv_lora_rank=keys.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=keys.integer("v_head_dim"),
-        rope_theta=_plain_rope_theta(keys),
-        rope_interleave=keys.flag("rope_interleave", True),
         max_position_embeddings=keys.integer("max_position_embeddings"),
         intermediate_size=keys.integer("intermediate_size"),
         moe_intermediate_size=keys.integer("moe_intermediate_size"),
-        num_experts=num_experts,
+        num_experts=keys.integer("n_routed_experts"),
         num_shared_experts=keys.integer("n_shared_experts", 0, minimum=0),
-        experts_per_token=per_token,
-        n_group=n_group,
-        topk_group=topk_group,
-        scoring="sigmoid",
-        norm_topk_prob=keys.flag("norm_topk_prob", True),
+        experts_per_token=keys.integer("num_experts_per_tok"),
         routed_scaling_factor=keys.number("routed_scaling_factor"),
-        layer_kinds=_layer_kinds(keys, num_layers),
-        indexer_kinds=_indexer_kinds(keys, num_layers),
-        index_num_heads=keys.integer("index_n_heads"),
-        index_head_dim=index_head_dim,
-        index_topk=keys.integer("index_topk"),
-        indexer_rope_interleave=keys.flag("indexer_rope_interleave", True),
+        layer_kinds=_layer_kinds(keys, num_layers, first_dense),
         num_mtp_layers=keys.integer("num_nextn_predict_layers", 0, minimum=0),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         eos_token_ids=_eos_token_ids(keys),
+        **{key: value for part in parts for key, value in part.items()},
     )
+    _check_routing(config.num_experts, config.experts_per_token, config.n_group, config.topk_group)
+    return config
 
 
-FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {"glm_moe_dsa": _glm_moe_dsa}
+def _deepseek_v2(keys: _Keys) -> ModelConfig:
+    """DeepSeek-V2 and V2-Lite (queries without a latent): MLA, interleaved rotary positions, softmax router."""
+    keys.only("rope_interleave", True)
+    return _model(keys, _latent_attention(keys), _softmax_router(keys))
+
+
+def _deepseek_v3(keys: _Keys) -> ModelConfig:
+    """DeepSeek-V3, V3-0324, R1, V3.1: MLA, grouped sigmoid router."""
+    return _model(keys, _latent_attention(keys), _sigmoid_router(keys))
+
+
+def _deepseek_v32(keys: _Keys) -> ModelConfig:
+    """DeepSeek-V3.2: V3 with an indexer in every layer; rotary positions are half-split there, interleaved in MLA."""
+    parts = _latent_attention(keys, q_lora=True), _sigmoid_router(keys), _indexer(keys, interleave=False)
+    return _model(keys, *parts, attention=SPARSE)
+
+
+def _glm4_moe(keys: _Keys) -> ModelConfig:
+    """GLM-4.5, 4.6, 4.7 and 4.5-Air: GQA, sigmoid router."""
+    return _model(keys, _grouped_attention(keys), _sigmoid_router(keys))
+
+
+def _glm4_moe_lite(keys: _Keys) -> ModelConfig:
+    """GLM-4.7-Flash: MLA, sigmoid router; one dense layer where the config does not say."""
+    return _model(keys, _latent_attention(keys), _sigmoid_router(keys), first_dense=1)
+
+
+def _glm_moe_dsa(keys: _Keys) -> ModelConfig:
+    """GLM-5 to 5.3: MLA with an indexer, all rotary positions interleaved, sigmoid router."""
+    parts = _latent_attention(keys, q_lora=True), _sigmoid_router(keys), _indexer(keys, interleave=True)
+    return _model(keys, *parts, attention=SPARSE)
+
+
+SPARSE = "deepseek_sparse_attention"
+FAMILIES: dict[str, Callable[[_Keys], ModelConfig]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "glm_moe_dsa": _glm_moe_dsa,
+}

@@ -225,8 +225,10 @@ def _tp_problems(checkpoint: Checkpoint, config: ModelConfig, cuts: dict[tuple[s
 def _logical_cut(config: ModelConfig, name: str, stored: int) -> int:
     """The features, before padding to 128, that the stored size of a matrix stands for."""
     leaf = name.rpartition(".")[0].rpartition(".")[2]
-    if leaf == "q_b_proj":
-        return config.num_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if leaf in ("q_b_proj", "q_proj"):
+        return config.num_heads * config.head_dim
+    if leaf in ("k_proj", "v_proj"):
+        return config.num_kv_heads * config.head_dim
     if leaf == "o_proj":
         return config.num_heads * config.v_head_dim
     if ".mlp.experts." in name:
@@ -239,7 +241,7 @@ def _logical_cut(config: ModelConfig, name: str, stored: int) -> int:
 def _cache_memory(config: ModelConfig | None) -> dict[str, Any]:
     if config is None:
         return {"latent_bytes_per_token": None, "index_bytes_per_token": None, "kv_bytes_per_token": None}
-    latent = config.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * CACHE_BYTES
+    latent = config.num_layers * config.kv_width * CACHE_BYTES
     index = config.indexer_kinds.count("full") * config.index_head_dim * CACHE_BYTES
     return {"latent_bytes_per_token": latent, "index_bytes_per_token": index, "kv_bytes_per_token": latent + index}
 

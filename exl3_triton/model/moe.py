@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..format import ExpertWeights
+from ..plan import BoundMoe
 from .config import ModelConfig
 from .layers import GatedMLP, PlainExperts
 
@@ -17,7 +18,7 @@ class MoE(nn.Module):
     """shared(x) + sum over the chosen experts of weight * expert(x); the routed sum runs in fp32."""
 
     gate: Tensor
-    correction_bias: Tensor
+    correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, source: Any, layer: int):
         super().__init__()
@@ -25,10 +26,13 @@ class MoE(nn.Module):
         name = f"layers.{layer}.mlp"
         self.register_buffer("gate", source.tensor(f"{name}.gate.weight", (c.num_experts, c.hidden_size)))
         bias_name = f"{name}.gate.e_score_correction_bias"
-        self.register_buffer("correction_bias", source.tensor(bias_name, (c.num_experts,), dtype=torch.float32))
+        biased = c.scoring == "sigmoid"  # a softmax router chooses by the scores themselves
+        bias = source.tensor(bias_name, (c.num_experts,), dtype=torch.float32) if biased else None
+        self.register_buffer("correction_bias", bias)
         self.experts: ExpertWeights | PlainExperts = source.experts(
             f"{name}.experts", c.num_experts, c.hidden_size, c.moe_intermediate_size
         )
+        self.bound: BoundMoe | None = None  # the model's plan over its arena; without one a call allocates its scratch
         width = c.moe_intermediate_size * c.num_shared_experts
         self.shared = GatedMLP(source, f"{name}.shared_experts", c.hidden_size, width) if width else None
 
@@ -49,6 +53,9 @@ class MoE(nn.Module):
         if isinstance(self.experts, PlainExperts):
             plain = self.experts
             routed = ops.plain_moe(x, plain.gate, plain.up, plain.down, ids, weights)
+        elif self.bound is not None:
+            out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            routed = self.bound(x, self.experts, ids, weights, out=out)
         else:
             routed = ops.moe(x, self.experts, ids, weights, out_dtype=torch.float32)
         return routed if self.shared is None else routed + self.shared(x)

@@ -1,32 +1,37 @@
-"""The model: embedding, pre-norm blocks of latent attention and MLP or experts, final norm, head; and `load`."""
+"""The model: embedding, pre-norm blocks of attention and MLP or experts, final norm, head; and `load`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..format import ExpertWeights
+from ..plan import MoeSpec, default_policy, plan_moe
 from .attention import MLA
 from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .gqa import GQA
 from .layers import GatedMLP, RMSNorm
 from .loader import WeightSource, mtp_prefixes
 from .moe import MoE
 
 DEFAULT_MAX_CONTEXT = 65536  # bounds the rope table where a model's own limit is a million tokens
+PREFILL_ROWS = 2048  # rows that the experts' arena holds at once, unless the environment says otherwise
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> Tensor:
-    """fp32 [length, R]: cos of position * frequency for R/2 frequencies, then sin; angles in float64."""
-    width = config.qk_rope_head_dim
-    frequency = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    """fp32 [length, R]: cos of position * frequency for R/2 frequencies, then sin, times YaRN's scale; angles in float64."""
+    frequency = torch.tensor(config.rope_frequencies(), dtype=torch.float64)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], dim=-1).float().to(device)
+    scale = config.yarn.table_scale if config.yarn else 1.0
+    return (torch.cat([angle.cos(), angle.sin()], dim=-1) * scale).float().to(device)
 
 
 class Block(nn.Module):
@@ -36,7 +41,7 @@ class Block(nn.Module):
         super().__init__()
         name, eps = f"layers.{layer}", config.rms_norm_eps
         self.input_norm = RMSNorm(source.tensor(f"{name}.input_layernorm.weight", (config.hidden_size,)), eps)
-        self.attention = MLA(config, source, layer)
+        self.attention = MLA(config, source, layer) if config.kv_lora_rank else GQA(config, source, layer)
         self.post_norm = RMSNorm(source.tensor(f"{name}.post_attention_layernorm.weight", (config.hidden_size,)), eps)
         dense = config.layer_kinds[layer] == "dense"
         width = config.intermediate_size
@@ -62,10 +67,32 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(source.tensor("norm.weight", (hidden,)), config.rms_norm_eps)
         self.lm_head = source.lm_head(hidden, config.vocab_size, tied=config.tie_word_embeddings, embedding=self.embedding)
         self.register_buffer("rope_table", rope_table(config, max_context, self.embedding.device), persistent=False)
+        if self.device.type not in ("cpu", "meta"):
+            self._plan_experts()
 
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    def _plan_experts(self) -> None:
+        """One plan and one arena for the quantized experts of all layers; longer prefills run in slices of PREFILL_ROWS."""
+        layers = [block.feed_forward for block in cast(list[Block], self.blocks) if isinstance(block.feed_forward, MoE)]
+        layers = [layer for layer in layers if isinstance(layer.experts, ExpertWeights)]
+        if not layers:
+            return
+        specs = [MoeSpec.of(cast(ExpertWeights, layer.experts), self.config.experts_per_token) for layer in layers]
+        rates = sorted({rate for spec in specs for rate in spec.rates})
+        codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
+        policy = default_policy()
+        capacity = min(policy.prefill_capacity or PREFILL_ROWS, self.max_context)
+        plan = plan_moe(
+            replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
+            max_tokens=self.max_context,
+            policy=replace(policy, prefill_capacity=capacity),
+        )
+        bound = plan.bind(plan.new_arena(self.device))
+        for layer in layers:
+            layer.bound = bound
 
     def new_cache(self, num_pages: int) -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved."""
@@ -76,11 +103,11 @@ class Transformer(nn.Module):
         residual = F.embedding(batch.tokens, self.embedding).float()
         hidden: Tensor | None = None
         selected: Tensor | None = None
-        for module, latent, index_keys in zip(self.blocks, cache.latent, cache.index_keys, strict=True):
+        for module, layer_cache in zip(self.blocks, cache.layers, strict=True):
             block = cast(Block, module)
             norm = block.input_norm
             normed = norm(residual, self.dtype) if hidden is None else norm.add(residual, hidden, self.dtype)
-            hidden, selected = block.attention(normed, batch, latent, index_keys, selected, self.rope_table)
+            hidden, selected = block.attention(normed, batch, layer_cache, selected, self.rope_table)
             hidden = block.feed_forward(block.post_norm.add(residual, hidden, self.dtype))
         assert hidden is not None
         return self.norm.add(residual, hidden, self.dtype)

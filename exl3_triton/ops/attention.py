@@ -1,0 +1,328 @@
+"""MLA attention of decoding: absorbed, over the paged cache or over selected positions of it.
+
+It is multi-query attention: the heads of a token are the rows of a tile, the cache rows are keys and, without their last R
+values, values. A token's context is cut into ranges (flash decoding) by its own length alone, so neither the other tokens nor
+`max_context` change a bit of its result; the grid is sized by `max_context`, so it can be captured; `_combine_kernel` adds
+the ranges in ascending order. Prefill, the expanded form, is in `prefill.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ._args import block, check_batch, check_cache, check_float, check_index, unit_last, unit_rows
+from ._dispatch import call, device_guard, use_triton
+from ._triton import tl, triton
+from .prefill import LOG2E, mla_prefill
+
+__all__ = ["mla_decode", "mla_prefill"]
+
+DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
+_SCRATCH_BYTES = 64 << 20  # partial results: a launch takes as many tokens as fit
+_CHUNK = 16  # ranges that the combine kernel adds at a time
+_COMBINE_COLUMNS = 128
+
+
+class DecodeTile(NamedTuple):
+    heads: int  # rows of the tile
+    keys: int  # <= 64: a dense tile lies in one page
+    warps: int
+    stages: int
+
+
+class SplitPlan(NamedTuple):
+    """A context of n keys is cut into min(ceil(n / least), most) ranges, rounded to whole key tiles."""
+
+    least: int
+    most: int
+    grid: int  # ranges that the longest possible context needs
+
+
+def decode_tile(heads: int, dtype: torch.dtype) -> DecodeTile:
+    """Fits 99 KiB of shared memory (AMD: 64) at C = 512, R = 64."""
+    if dtype == torch.float32:
+        return DecodeTile(16, 16, 4, 1)
+    if torch.version.hip:
+        return DecodeTile(16, 32, 4, 2)
+    return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
+
+
+def split_plan(tokens: int, head_blocks: int, keys: int, sparse: bool) -> SplitPlan:
+    """`keys`: the longest possible context, or the number of selected positions."""
+    least = 64 if sparse else 128
+    if tokens <= DECODE_ROWS:
+        most = max(8, 128 // head_blocks)
+    else:
+        most = 1 if sparse else max(1, 16 // head_blocks)
+    return SplitPlan(least, most, min(-(-max(keys, 1) // least), most))
+
+
+@triton.jit
+def _ranges(count, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(keys in a range, ranges in use) of a context of `count` keys."""
+    wanted = tl.maximum(tl.minimum(tl.cdiv(count, LEAST), MOST), 1)
+    keys = tl.maximum(tl.cdiv(tl.cdiv(count, wanted), BLOCK_N), 1) * BLOCK_N
+    return keys, tl.cdiv(count, keys)
+
+
+@triton.jit
+def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(slots, whether they count) of a tile's keys: positions first .., or the selected ones listed there."""
+    n = first + tl.arange(0, BLOCK_N)
+    if S > 0:
+        at = tl.load(selected + token * S + n, mask=n < end, other=-1)
+        valid = (at >= 0) & (at <= position)
+        page = tl.load(pages + at // 64, mask=valid, other=0).to(tl.int64)
+        return page * 64 + at % 64, valid
+    page = tl.load(pages + first // 64, mask=first < end, other=0).to(tl.int64)
+    return page * 64 + n % 64, n < end
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "table_stride", "splits"],
+    do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
+)
+def _mla_decode_kernel(
+    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse, scale,
+    first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
+    itself.
+    """
+    local = tl.program_id(0).to(tl.int64)  # row of the partial results
+    token = local + first_token
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(2)
+    position = tl.load(positions + token)
+    count = (position + 1).to(tl.int32)
+    if S > 0:
+        count = tl.where(position >= 0, S, 0)
+    range_keys, used = _ranges(count, LEAST, MOST, BLOCK_N)
+    if (split < used) | (MOST == 1):
+        c = tl.arange(0, BLOCK_C)
+        r = tl.arange(0, BLOCK_R)
+        row = head.to(tl.int64)[:, None]
+        mask_c = (head < H)[:, None] & (c < C)[None, :]
+        q = tl.load(q_latent + token * latent_token + row * latent_head + c[None, :], mask=mask_c, other=0.0)
+        mask_r = (head < H)[:, None] & (r < R)[None, :]
+        qr = tl.load(q_rope + token * rope_token + row * rope_head + r[None, :], mask=mask_r, other=0.0)
+        if WIDE:
+            q = q.to(tl.float32)
+            qr = qr.to(tl.float32)
+        pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
+        running = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        acc = tl.zeros((BLOCK_H, BLOCK_C), tl.float32)
+        end = tl.minimum((split + 1) * range_keys, count)
+        slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
+        for first in range(split * range_keys, end, BLOCK_N):
+            # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
+            next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
+            source = cache + slot[:, None] * (C + R)
+            k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
+            kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+            if WIDE:
+                k = k.to(tl.float32)
+                kr = kr.to(tl.float32)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
+            s = tl.where(valid[None, :], s, float("-inf"))
+            peak = tl.maximum(running, tl.max(s, axis=1) * scale)
+            base = tl.where(peak == float("-inf"), 0.0, peak)  # a tile may hold no selected position at all
+            p = tl.exp2(tl.fma(s, scale, -base[:, None]))
+            shrink = tl.exp2(running - base)
+            total = total * shrink + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None], input_precision="ieee")
+            running = peak
+            slot = next_slot
+            valid = next_valid
+        if MOST == 1:
+            where = token * H + head
+            empty = total == 0.0
+            value = acc / tl.where(empty, 1.0, total)[:, None]
+            tl.store(out + where[:, None] * C + c[None, :], value.to(out.dtype.element_ty), mask=mask_c)
+            tl.store(
+                lse + where,
+                tl.where(empty, float("-inf"), running * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))),
+                mask=head < H,
+            )
+        else:
+            where = (local * H + head) * splits + split
+            tl.store(part_acc + where[:, None] * C + c[None, :], acc, mask=mask_c)
+            tl.store(part_max + where, running, mask=head < H)
+            tl.store(part_sum + where, total, mask=head < H)
+
+
+@triton.jit(do_not_specialize=["first_row", "splits"], do_not_specialize_on_alignment=["positions"])
+def _combine_kernel(
+    part_acc, part_max, part_sum, positions, out, lse, first_row, splits,
+    H: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    MOST_PAD: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One (token, head, block of columns): the ranges' partial results, weighted and added in chunks of fixed size."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    target = row + first_row
+    position = tl.load(positions + target // H)
+    count = (position + 1).to(tl.int32)
+    if S > 0:
+        count = tl.where(position >= 0, S, 0)
+    _, used = _ranges(count, LEAST, MOST, BLOCK_N)
+    i = tl.arange(0, MOST_PAD)
+    maxima = tl.load(part_max + row * splits + i, mask=i < used, other=float("-inf"))
+    peak = tl.max(maxima, axis=0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(maxima - base) * tl.load(part_sum + row * splits + i, mask=i < used, other=0.0), axis=0)
+    empty = total == 0.0
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, used, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        weight = tl.exp2(tl.load(part_max + row * splits + j, mask=j < used, other=float("-inf")) - base)
+        values = tl.load(
+            part_acc + (row * splits + j)[:, None] * C + c[None, :], mask=(j < used)[:, None] & (c < C)[None, :], other=0.0
+        )
+        acc += tl.sum(values * weight[:, None], axis=0)
+    acc = acc / tl.where(empty, 1.0, total)
+    tl.store(out + target * C + c, acc.to(out.dtype.element_ty), mask=c < C)
+    if tl.program_id(1) == 0:
+        tl.store(lse + target, tl.where(empty, float("-inf"), base * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))))
+
+
+def _launch_mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    selected: Tensor | None,
+    scale: float,
+    max_context: int,
+    tile: DecodeTile | None = None,
+    plan: SplitPlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`tile` and `plan` override the defaults, for tuning and tests."""
+    tokens, heads, latent = q_latent.shape
+    device = q_latent.device
+    out = torch.empty(tokens, heads, latent, dtype=q_latent.dtype, device=device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=device)
+    if out.numel() == 0:
+        return out, lse
+    q_latent, q_rope, block_table = unit_rows(q_latent), unit_rows(q_rope), unit_last(block_table)
+    sequence, positions = sequence.contiguous(), positions.contiguous()
+    chosen = 0 if selected is None else selected.shape[1]
+    picks = positions if selected is None else selected.contiguous()
+    wide = not (q_latent.dtype == q_rope.dtype == cache.dtype) or cache.dtype == torch.float32
+    tile = tile or decode_tile(heads, torch.float32 if wide else cache.dtype)
+    head_blocks = -(-heads // tile.heads)
+    plan = plan or split_plan(tokens, head_blocks, chosen or max_context, chosen > 0)
+    # tokens a launch: their partial results stay within the scratch; without ranges there are none
+    step = tokens if plan.most == 1 else min(tokens, max(1, _SCRATCH_BYTES // (heads * plan.grid * (latent + 2) * 4)))
+    parts = (step, heads, plan.grid) if plan.most > 1 else (1,)
+    part_acc = torch.empty(*parts, latent, dtype=torch.float32, device=device) if plan.most > 1 else lse
+    part_max = torch.empty(parts, dtype=torch.float32, device=device)
+    part_sum = torch.empty(parts, dtype=torch.float32, device=device)
+    widths = {"H": heads, "C": latent, "S": chosen, "BLOCK_N": tile.keys, "LEAST": plan.least, "MOST": plan.most}
+    with device_guard(q_latent):
+        for t in range(0, tokens, step):
+            n = min(step, tokens - t)
+            _mla_decode_kernel[(n, head_blocks, plan.grid)](
+                q_latent, q_rope, cache, block_table, sequence, positions, picks,
+                part_acc, part_max, part_sum, out, lse, scale * LOG2E,
+                t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
+                plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
+                WIDE=wide, **widths, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+            if plan.most > 1:
+                _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](
+                    part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
+                    MOST_PAD=block(plan.most, 2), CHUNK=_CHUNK, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
+                )  # fmt: skip
+    return out, lse
+
+
+def _mla_decode_body(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    selected: Tensor | None,
+    scale: float,
+    max_context: int,
+) -> tuple[Tensor, Tensor]:
+    if use_triton(q_latent):
+        return _launch_mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context)
+    out, lse = reference.mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale)
+    return out.to(q_latent.dtype), lse.float()
+
+
+_mla_decode_op = torch.library.custom_op("exl3_triton::mla_decode", _mla_decode_body, mutates_args=())
+
+
+@_mla_decode_op.register_fake
+def _(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context):
+    return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
+
+
+def mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    selected: Tensor | None = None,
+    *,
+    scale: float,
+    max_context: int,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed MLA: softmax((q_latent . latent + q_rope . key) * scale) over a token's context, applied to the latents.
+
+    q_latent: [T, H, C], q_rope: [T, H, R], fp16, bf16 or fp32, any strides; cache: [pages, 64, C + R] (latent, rope key), the
+    fast path where its dtype is that of the queries; block_table: int32 [B, P], position p of sequence b lies in page
+    block_table[b, p // 64], row p % 64; sequence: int32 [T]; positions: int64 [T], token t attends positions 0 ..
+    positions[t]. selected: None, or int32 [T, S]: it attends those of these positions that are in 0 .. positions[t] (each
+    listed once, in any order; -1 for none). scale: of the logits, natural. max_context: upper bound of positions + 1; sizes
+    the grid, not the result.
+
+    Returns (o [T, H, C] in the dtype of q_latent, lse fp32 [T, H], the natural logarithm of the sum of exponentials, for
+    merging contexts); tokens that attend nothing (position < 0: padding) give o = 0, lse = -inf. A token's bits do not depend
+    on the other tokens as long as T <= 64, or T > 64. Raises ValueError for other shapes, dtypes or devices.
+    """
+    op = "mla_decode"
+    check_float(op, q_latent=q_latent, q_rope=q_rope, cache=cache)
+    if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
+        raise ValueError(
+            f"{op}: q_latent {list(q_latent.shape)}, q_rope {list(q_rope.shape)}: required [T, H, C] and [T, H, R]"
+        )
+    tokens, device = q_latent.shape[0], q_latent.device
+    check_cache(op, cache, q_latent.shape[2] + q_rope.shape[2])
+    check_batch(op, tokens, block_table, sequence, positions, device)
+    if selected is not None and (selected.dim() != 2 or selected.shape[1] == 0):
+        raise ValueError(f"{op}: selected {list(selected.shape)}: required int32 [{tokens}, S >= 1], or None")
+    if selected is not None:
+        check_index(op, "selected", selected, torch.int32, (tokens, selected.shape[1]), device)
+    if max_context < 1 or not scale > 0:
+        raise ValueError(
+            f"{op}: max_context={max_context}, scale={scale}: required an upper bound of positions + 1, >= 1, and scale > 0"
+        )
+    return call(
+        _mla_decode_op,
+        _mla_decode_body,
+        q_latent,
+        q_rope,
+        cache,
+        block_table,
+        sequence,
+        positions,
+        selected,
+        float(scale),
+        max_context,
+    )

@@ -1,0 +1,151 @@
+"""128-wide Hadamard rotations: of activations on the way in (a kernel), of accumulators on the way out (device functions).
+
+P = H128 / sqrt(128) in natural (Sylvester) order, block-diagonal over 128 channels, in fp32. A butterfly stage needs each
+element's partner at distance 2^b. It comes from an integer sum over the pair minus the element's own bits (exact, modulo
+2^32): a reduction leaves the tensor in its layout, so a stage is register moves, warp shuffles or, between warps, one small
+exchange, and never a conversion of the tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from ._triton import tl, triton
+from .layout import k_position, layout_variant
+
+NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
+_BLOCK_GROUPS = 16  # groups of 128 that one program of the input rotation takes
+
+
+@triton.jit
+def _stage(x, axis: tl.constexpr, sign):
+    """One butterfly over an axis of length 2: (a, b) -> (a + b, a - b); `sign` is (1, -1) along that axis."""
+    own = x.to(tl.int32, bitcast=True)
+    partner = (tl.sum(own, axis=axis, keep_dims=True) - own).to(tl.float32, bitcast=True)
+    return partner + sign * x
+
+
+@triton.jit
+def rotate_rows(x, ROWS: tl.constexpr):
+    """x fp32 [ROWS, 128] -> x P, each row rotated."""
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, None, :, None]
+    for b in tl.static_range(7):
+        x = tl.reshape(_stage(tl.reshape(x, (ROWS, 64 // (1 << b), 2, 1 << b)), 2, sign), (ROWS, 128))
+    return x * NORM
+
+
+@triton.jit
+def rotate_columns(x, COLUMNS: tl.constexpr):
+    """x fp32 [128, COLUMNS] -> P x, each column rotated."""
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, :, None, None]
+    for b in tl.static_range(7):
+        x = tl.reshape(_stage(tl.reshape(x, (64 // (1 << b), 2, 1 << b, COLUMNS)), 1, sign), (128, COLUMNS))
+    return x * NORM
+
+
+@triton.jit
+def exponent_of(x):
+    """int32: floor(log2 |x|) of fp32 values; -127 for zero and subnormals, 128 for infinity and NaN."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit
+def power_of_two(e):
+    """fp32 2^e for int32 e in -126..127."""
+    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_by_power(x, e):
+    """x * 2^e for int32 e in -252..254, in two steps of the same sign: exact, as long as the result is a normal fp32
+    number.
+    """
+    half = e >> 1
+    return x * power_of_two(half) * power_of_two(e - half)
+
+
+@triton.jit
+def row_shift(bound):
+    """The power s to scale a row of activations by, so that fp16 holds its rotation: int32 from the row's maximum of
+    exponent_of(x) + exponent_of(suh).
+
+    Each |x * suh| < 2^(bound + 2), so a rotated value is at most sqrt(128) 2^(bound + 2); s brings that to 46341 < 65504.
+    What the clamp leaves out are rows of zeros and of products below 2^-190, which no fp32 times fp16 gives.
+    """
+    return tl.minimum(10 - bound, 200)
+
+
+@triton.jit
+def rotate_scaled(x, suh, shift, ROWS: tl.constexpr):
+    """fp16 [ROWS, 128]: rotate(x * suh) * 2^shift; x, suh fp32 [ROWS, 128], shift int32 scalar or [ROWS, 1] from `row_shift`.
+
+    suh takes half of the shift first: no intermediate value overflows, and the only rounding before the rotation is that of
+    x * suh.
+    """
+    half = shift >> 1
+    return rotate_rows((suh * power_of_two(half)) * x * power_of_two(shift - half), ROWS).to(tl.float16)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _rotate_input_kernel(
+    x,
+    suh,
+    xh,
+    exponents,
+    stride,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    matrix = tl.program_id(2)
+    scales = suh[0]
+    for i in tl.static_range(1, len(suh)):
+        if matrix == i:
+            scales = suh[i]
+    x_row = x + row * tl.multiple_of(stride, ALIGN)
+    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    bound = tl.full((GROUPS, 128), -254, tl.int32)
+    for start in range(0, K, GROUPS * 128):
+        k = start + at
+        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+        bound = tl.maximum(bound, exponent_of(value) + exponent_of(scale))
+    shift = row_shift(tl.max(bound))
+    k = chunk * (GROUPS * 128) + at
+    value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+    scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+    rotated = rotate_scaled(value, scale, shift, GROUPS)
+    xh_row = xh + (matrix * tl.num_programs(0) + row) * K
+    tl.store(xh_row + k_position(k, VARIANT), rotated, mask=k < K)
+    if chunk == 0:
+        tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
+
+
+def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int | None = None) -> tuple[Tensor, Tensor]:
+    """Activations as the matrix kernels take them: rotated with each matrix's `suh`, scaled by a power of two a row, in fp16.
+
+    x: [m, D] fp16, bf16 or fp32 with a contiguous last dimension, D <= padded (zero-extended); m >= 1; suh: fp16 [padded]
+    each. Returns xh fp16 [len(suh), m, padded], k in the order of the decode layout `variant` (default: the device's), and
+    exponents int32 [len(suh), m]: a product with xh is to be multiplied by 2^exponent (`scale_by_power`).
+    """
+    m, width = x.shape
+    xh = torch.empty((len(suh), m, padded), dtype=torch.float16, device=x.device)
+    exponents = torch.empty((len(suh), m), dtype=torch.int32, device=x.device)
+    groups = min(_BLOCK_GROUPS, triton.next_power_of_2(padded // 128))
+    _rotate_input_kernel[(m, triton.cdiv(padded, groups * 128), len(suh))](
+        x,
+        tuple(suh),
+        xh,
+        exponents,
+        x.stride(0) if m > 1 else width,
+        D=width,
+        K=padded,
+        GROUPS=groups,
+        ALIGN=8 if (x.stride(0) if m > 1 else width) % 8 == 0 else 1,
+        VARIANT=layout_variant(x.device) if variant is None else variant,
+        num_warps=4,
+    )
+    return xh, exponents

@@ -1,0 +1,246 @@
+"""The lightning indexer (DeepSeek-V3.2, arXiv:2512.02556): scores of all cached keys, then an exact, deterministic top-k.
+
+Selection works on segments that fit into one program's registers: the k-th largest score is found bit by bit by counting, ties
+at it go to the lowest positions, and the survivors are written in ascending order of position. A context of several segments
+is selected again from its segments' survivors, which lie in ascending order too, so the tie rule holds throughout.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ._args import PAGE, block, check_batch, check_cache, check_float, unit_last, unit_rows
+from ._dispatch import call, device_guard, use_triton
+from ._triton import tl, triton
+
+MAX_TOPK = 16384
+_SEGMENT = 16384  # scores that one program selects from (more for topk > 4096: selection must at least quarter them)
+_SCORES = 1 << 24  # fp32 scores in scratch: max(1, _SCORES // max_context) tokens are scored and selected at a time
+_SPAN = 512  # keys that one program scores
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "table_stride", "width"],
+    do_not_specialize_on_alignment=["block_table", "sequence", "positions"],
+)
+def _score_kernel(
+    q, weights, cache, block_table, sequence, positions, scores,
+    first_token, q_token, q_head, weight_token, table_stride, width,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
+    position.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    token = local + first_token
+    start = tl.program_id(1) * SPAN
+    end = tl.minimum(tl.minimum(tl.load(positions + token) + 1, width).to(tl.int32), start + SPAN)
+    if start < end:
+        h = tl.arange(0, BLOCK_H)
+        d = tl.arange(0, BLOCK_D)
+        n = tl.arange(0, BLOCK_N)
+        queries = tl.load(
+            q + token * q_token + h[None, :] * q_head + d[:, None], mask=(h < H)[None, :] & (d < D)[:, None], other=0.0
+        )
+        if WIDE:
+            queries = queries.to(tl.float32)
+        weight = tl.load(weights + token * weight_token + h, mask=h < H, other=0.0)
+        pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
+        page = tl.load(pages + start // 64)
+        for first in range(start, end, BLOCK_N):
+            slot = page.to(tl.int64) * 64 + first % 64 + n
+            page = tl.load(
+                pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0
+            )  # ahead, so that keys are pipelined
+            keys = tl.load(
+                cache + slot[:, None] * D + d[None, :], mask=(first + n < end)[:, None] & (d < D)[None, :], other=0.0
+            )
+            if WIDE:
+                keys = keys.to(tl.float32)
+            products = tl.dot(keys, queries, input_precision="ieee")
+            products = tl.where(products < 0.0, 0.0, products)  # unlike a maximum this keeps NaN
+            tl.store(scores + local * width + first + n, tl.sum(products * weight[None, :], axis=1), mask=first + n < end)
+
+
+@triton.jit
+def _sortable(scores, candidates, i, width, position, FIRST: tl.constexpr):
+    """(key, position) of a row's entries i: keys uint32, ordered as the scores, 0 for no entry.
+
+    NaN counts as -inf and -0.0 as 0.0: a sum without positive products can be either, and they must tie.
+    """
+    if FIRST:
+        at = i
+        valid = (i < width) & (i <= position)
+    else:
+        at = tl.load(candidates + i, mask=i < width, other=-1)
+        valid = at >= 0
+    score = tl.load(scores + i, mask=valid, other=0.0)
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+    return tl.where(valid, key, tl.zeros_like(key)), at
+
+
+@triton.jit(do_not_specialize=["first_token", "width", "k", "kept_stride"], do_not_specialize_on_alignment=["positions"])
+def _select_kernel(
+    scores, candidates, positions, kept_scores, kept, first_token, width, k, kept_stride,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The k best of one segment of a row [width], ascending, then -1: to kept[row, segment * k ..], scores alike unless LAST.
+
+    FIRST: the row's entries are the positions 0 .. positions[token]; otherwise those in `candidates`, -1 for none.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    position = tl.load(positions + first_token + row)
+    scores += row * width
+    candidates += row * width
+    target = row * kept_stride + tl.program_id(1) * k
+    keys, _ = _sortable(scores, candidates, start + tl.arange(0, BLOCK), width, position, FIRST)
+    threshold = tl.min(keys, axis=0) * 0  # becomes the k-th largest key, or 0 where there are fewer than k
+    bit = tl.full((), 2147483648, tl.uint32)
+    for _ in range(32):
+        higher = threshold | bit
+        threshold = tl.where(tl.sum((keys >= higher).to(tl.int32), axis=0) >= k, higher, threshold)
+        bit = bit >> 1
+    ties = k - tl.sum((keys > threshold).to(tl.int32), axis=0)  # so many of those at the threshold, the first ones
+    lane = tl.arange(0, CHUNK)
+    taken = tl.zeros((), tl.int32)
+    tied = tl.zeros((), tl.int32)
+    for first in range(0, BLOCK, CHUNK):  # reads the scores again: cheaper than to hold a scan over all of them in registers
+        key, at = _sortable(scores, candidates, start + first + lane, width, position, FIRST)
+        equal = ((key == threshold) & (key > 0)).to(tl.int32)
+        before = tied + tl.cumsum(equal, axis=0) - equal
+        take = ((key > threshold) | ((equal > 0) & (before < ties))).to(tl.int32)
+        slot = target + taken + tl.cumsum(take, axis=0) - take
+        tl.store(kept + slot, at, mask=take > 0)
+        if not LAST:
+            bits = key.to(tl.int32, bitcast=True)
+            bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
+            tl.store(kept_scores + slot, bits.to(tl.float32, bitcast=True), mask=take > 0)
+        taken += tl.sum(take, axis=0)
+        tied += tl.sum(equal, axis=0)
+    none = tl.full((BLOCK,), -1, tl.int32)
+    i = tl.arange(0, BLOCK)
+    tl.store(kept + target + i, none, mask=(i >= taken) & (i < k))
+
+
+def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
+    """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`, through as many levels as it
+    takes.
+    """
+    rows, width = scores.shape
+    device = scores.device
+    segment = max(_SEGMENT, block(4 * topk))
+    candidates, first = out, True
+    while True:
+        segments = triton.cdiv(width, segment)
+        last = segments == 1
+        size, warps = segment, 16
+        if last:  # few sizes, so that few kernels are compiled
+            size, warps = (1024, 4) if width <= 1024 else (4096, 8) if width <= 4096 else (segment, 16)
+        kept = out[first_token:] if last else torch.empty(rows, segments * topk, dtype=torch.int32, device=device)
+        kept_scores = scores if last else torch.empty(rows, segments * topk, dtype=torch.float32, device=device)
+        _select_kernel[(rows, segments)](
+            scores, candidates, positions, kept_scores, kept, first_token, width, topk, kept.stride(0),
+            BLOCK=size, CHUNK=min(size, 2048), FIRST=first, LAST=last, num_warps=warps,
+        )  # fmt: skip
+        if last:
+            return
+        scores, candidates, first, width = kept_scores, kept, False, segments * topk
+
+
+def _launch_index_select(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    topk: int,
+    max_context: int,
+    scratch_scores: int = _SCORES,
+) -> Tensor:
+    tokens, heads, dim = q.shape
+    width = min(max_context, block_table.shape[1] * PAGE)
+    positions = positions.contiguous()
+    if width <= topk:  # every position is selected, whatever its score
+        every = torch.arange(topk, dtype=torch.int32, device=q.device)
+        return torch.where((every <= positions[:, None]) & (every < width), every, -1)
+    out = torch.empty(tokens, topk, dtype=torch.int32, device=q.device)
+    if tokens == 0:
+        return out
+    q, weights, block_table, sequence = unit_rows(q), unit_last(weights), unit_last(block_table), sequence.contiguous()
+    wide = q.dtype != cache.dtype or q.dtype == torch.float32
+    step = min(tokens, max(1, scratch_scores // width))
+    scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
+    with device_guard(q):
+        for t in range(0, tokens, step):
+            n = min(step, tokens - t)
+            _score_kernel[(n, triton.cdiv(width, _SPAN))](
+                q, weights, cache, block_table, sequence, positions, scores,
+                t, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
+                H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=32 if wide else PAGE, SPAN=_SPAN, WIDE=wide,
+                num_warps=4, num_stages=1 if wide else 3,
+            )  # fmt: skip
+            _select_rows(scores[:n], positions, t, topk, out)
+    return out
+
+
+def _index_select_body(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    topk: int,
+    max_context: int,
+) -> Tensor:
+    if use_triton(q):
+        return _launch_index_select(q, weights, cache, block_table, sequence, positions, topk, max_context)
+    return reference.index_select(q, weights, cache, block_table, sequence, positions, topk)
+
+
+_index_select_op = torch.library.custom_op("exl3_triton::index_select", _index_select_body, mutates_args=())
+
+
+@_index_select_op.register_fake
+def _(q, weights, cache, block_table, sequence, positions, topk, max_context):
+    return q.new_empty((q.shape[0], topk), dtype=torch.int32)
+
+
+def index_select(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    *,
+    topk: int,
+    max_context: int,
+) -> Tensor:
+    """The positions that each token's sparse attention may see: the `topk` best of 0 .. positions[t] by the indexer's score.
+
+    score(s) = sum over heads of weights[t, h] * relu(q[t, h] . key[s]), in fp32. q: [T, Hi, Di] fp16, bf16 or fp32, rotated;
+    weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q); block_table, sequence,
+    positions, max_context as in `mla_decode`; topk <= 16384.
+
+    Returns int32 [T, topk], ascending, -1 at the end where there are fewer (all -1 for padding, position < 0). Exact and
+    deterministic: of equal scores the lowest position wins, NaN counts as -inf, a row does not depend on the others. Scratch:
+    at most max(64 MiB, 4 * max_context bytes) of scores (a quarter more for contexts beyond 16384); tokens go in turns. Raises
+    ValueError for other shapes, dtypes or devices.
+    """
+    op = "index_select"
+    check_float(op, q=q, weights=weights, cache=cache)
+    if q.dim() != 3 or weights.dtype != torch.float32 or tuple(weights.shape) != tuple(q.shape[:2]):
+        raise ValueError(
+            f"{op}: q {list(q.shape)}, weights {weights.dtype} {list(weights.shape)}: required [T, H, D] and float32 [T, H]"
+        )
+    check_cache(op, cache, q.shape[2])
+    check_batch(op, q.shape[0], block_table, sequence, positions, q.device)
+    if not 1 <= topk <= MAX_TOPK or max_context < 1:
+        raise ValueError(f"{op}: topk={topk}, max_context={max_context}: required topk in 1..{MAX_TOPK} and max_context >= 1")
+    return call(_index_select_op, _index_select_body, q, weights, cache, block_table, sequence, positions, topk, max_context)

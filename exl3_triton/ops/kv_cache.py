@@ -1,0 +1,213 @@
+"""Writes into the paged caches: MLA's latent and rope key, and the indexer's key. Normalise, rotate, store, in one launch
+each.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ._args import as_rows, block, check_cache, check_float, check_index, check_table
+from ._dispatch import call, device_guard, launchable, use_triton
+from ._triton import tl, triton
+from .rope import rope_factors, rope_pair
+
+
+@triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
+def _mla_kv_write_kernel(
+    kv, weight, positions, slots, table, cache, length, slots_end, kv_stride, eps,
+    C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if (slot >= 0) & (slot < slots_end):
+        source = kv + token * kv_stride
+        target = cache + slot * (C + 2 * HALF)
+        c = tl.arange(0, BLOCK_C)
+        latent = tl.load(source + c, mask=c < C, other=0.0).to(tl.float32)
+        inverse = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / C + eps)
+        latent = latent * inverse * tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(target + c, latent.to(cache.dtype.element_ty), mask=c < C)
+        pair = tl.arange(0, BLOCK_PAIRS)
+        cos, sin = rope_factors(table, tl.load(positions + token), length, pair, HALF)
+        first, second = rope_pair(pair, HALF, INTERLEAVED)
+        a = tl.load(source + C + first, mask=pair < HALF, other=0.0).to(tl.float32)
+        b = tl.load(source + C + second, mask=pair < HALF, other=0.0).to(tl.float32)
+        tl.store(target + C + first, (a * cos - b * sin).to(cache.dtype.element_ty), mask=pair < HALF)
+        tl.store(target + C + second, (b * cos + a * sin).to(cache.dtype.element_ty), mask=pair < HALF)
+
+
+def _launch_mla_kv_write(
+    kv: Tensor, weight: Tensor, eps: float, positions: Tensor, slots: Tensor, table: Tensor, cache: Tensor, interleaved: bool
+) -> None:
+    if kv.shape[0] == 0:
+        return
+    kv, weight = as_rows(kv), launchable(weight)
+    latent, half = weight.shape[0], table.shape[1] // 2
+    with device_guard(kv):
+        _mla_kv_write_kernel[(kv.shape[0],)](
+            kv, weight, positions.contiguous(), slots.contiguous(), launchable(table), cache,
+            table.shape[0], cache.shape[0] * cache.shape[1], kv.stride(0), eps,
+            C=latent, HALF=half, INTERLEAVED=interleaved, BLOCK_C=block(latent), BLOCK_PAIRS=block(half, 1), num_warps=4,
+        )  # fmt: skip
+
+
+def _mla_kv_write_body(
+    kv: Tensor, weight: Tensor, eps: float, positions: Tensor, slots: Tensor, table: Tensor, cache: Tensor, interleaved: bool
+) -> None:
+    if use_triton(kv):
+        _launch_mla_kv_write(kv, weight, eps, positions, slots, table, cache, interleaved)
+    else:
+        reference.mla_kv_write(kv, weight, eps, positions, slots, table, cache, interleaved)
+
+
+_mla_kv_write_op = torch.library.custom_op("exl3_triton::mla_kv_write", _mla_kv_write_body, mutates_args=("cache",))
+
+
+@_mla_kv_write_op.register_fake
+def _(kv, weight, eps, positions, slots, table, cache, interleaved):
+    return None
+
+
+def mla_kv_write(
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    cache: Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """Stores each token's MLA cache row: the first C values RMS-normalised (fp32), the last R rotated by the token's position.
+
+    kv: [T, C + R] fp16, bf16 or fp32; weight: [C]; positions, slots: int64 [T], slot = page * 64 + row in the page, negative:
+    the token is skipped; table: fp32 [L, R] as in `rope`; cache: [pages, 64, C + R], contiguous, written (rounded once to its
+    dtype). Two tokens of one call must not share a slot. On a GPU a slot past the cache is skipped too. Raises ValueError for
+    other shapes, dtypes or devices.
+    """
+    op = "mla_kv_write"
+    check_float(op, kv=kv, weight=weight, cache=cache)
+    check_table(op, table, kv.device)
+    if kv.dim() != 2 or weight.dim() != 1 or kv.shape[1] != weight.shape[0] + table.shape[1]:
+        raise ValueError(
+            f"{op}: kv {list(kv.shape)}, weight {list(weight.shape)}, table {list(table.shape)}: "
+            "required [T, C + R], [C], [L, R]"
+        )
+    check_cache(op, cache, kv.shape[1], written=True)
+    check_index(op, "positions", positions, torch.int64, (kv.shape[0],), kv.device)
+    check_index(op, "slots", slots, torch.int64, (kv.shape[0],), kv.device)
+    call(_mla_kv_write_op, _mla_kv_write_body, kv, weight, float(eps), positions, slots, table, cache, interleaved)
+
+
+@triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
+def _index_k_write_kernel(
+    k, weight, bias, positions, slots, table, cache, length, slots_end, k_stride, eps,
+    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if (slot >= 0) & (slot < slots_end):
+        source = k + token * k_stride
+        target = cache + slot * D
+        d = tl.arange(0, BLOCK_D)
+        values = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
+        mean = tl.sum(values, axis=0) / D
+        centred = tl.where(d < D, values - mean, 0.0)
+        inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / D + eps)
+        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+        b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(target + d, (centred * inverse * w + b).to(cache.dtype.element_ty), mask=(d >= 2 * HALF) & (d < D))
+        pair = tl.arange(0, BLOCK_PAIRS)
+        inside = pair < HALF
+        cos, sin = rope_factors(table, tl.load(positions + token), length, pair, HALF)
+        first, second = rope_pair(pair, HALF, INTERLEAVED)
+        x = (tl.load(source + first, mask=inside, other=0.0).to(tl.float32) - mean) * inverse
+        y = (tl.load(source + second, mask=inside, other=0.0).to(tl.float32) - mean) * inverse
+        x = x * tl.load(weight + first, mask=inside, other=0.0).to(tl.float32)
+        y = y * tl.load(weight + second, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)
+        y += tl.load(bias + second, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + first, (x * cos - y * sin).to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + second, (y * cos + x * sin).to(cache.dtype.element_ty), mask=inside)
+
+
+def _launch_index_k_write(
+    k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    cache: Tensor,
+    interleaved: bool,
+) -> None:
+    if k.shape[0] == 0:
+        return
+    k, weight, bias = as_rows(k), launchable(weight), launchable(bias)
+    width, half = k.shape[1], table.shape[1] // 2
+    with device_guard(k):
+        _index_k_write_kernel[(k.shape[0],)](
+            k, weight, bias, positions.contiguous(), slots.contiguous(), launchable(table), cache,
+            table.shape[0], cache.shape[0] * cache.shape[1], k.stride(0), eps,
+            D=width, HALF=half, INTERLEAVED=interleaved, BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1,
+        )  # fmt: skip
+
+
+def _index_k_write_body(
+    k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    cache: Tensor,
+    interleaved: bool,
+) -> None:
+    if use_triton(k):
+        _launch_index_k_write(k, weight, bias, eps, positions, slots, table, cache, interleaved)
+    else:
+        reference.index_k_write(k, weight, bias, eps, positions, slots, table, cache, interleaved)
+
+
+_index_k_write_op = torch.library.custom_op("exl3_triton::index_k_write", _index_k_write_body, mutates_args=("cache",))
+
+
+@_index_k_write_op.register_fake
+def _(k, weight, bias, eps, positions, slots, table, cache, interleaved):
+    return None
+
+
+def index_k_write(
+    k: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    cache: Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """Stores each token's indexer key: LayerNorm with bias (fp32), then rope on the first R dimensions.
+
+    k: [T, Di] fp16, bf16 or fp32; weight, bias: [Di]; positions, slots: int64 [T], negative slots are skipped; table: fp32 [L,
+    R], R <= Di; cache: [pages, 64, Di], contiguous, written (rounded once to its dtype). interleaved as in `rope` (GLM: true,
+    DeepSeek-V3.2: false). Two tokens of one call must not share a slot. On a GPU a slot past the cache is skipped too. Raises
+    ValueError for other shapes, dtypes or devices.
+    """
+    op = "index_k_write"
+    check_float(op, k=k, weight=weight, bias=bias, cache=cache)
+    check_table(op, table, k.device)
+    if k.dim() != 2 or not tuple(weight.shape) == tuple(bias.shape) == (k.shape[1],) or table.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"{op}: k {list(k.shape)}, weight {list(weight.shape)}, bias {list(bias.shape)}, table {list(table.shape)}: "
+            "required [T, D], [D], [D], [L, R <= D]"
+        )
+    check_cache(op, cache, k.shape[1], written=True)
+    check_index(op, "positions", positions, torch.int64, (k.shape[0],), k.device)
+    check_index(op, "slots", slots, torch.int64, (k.shape[0],), k.device)
+    call(_index_k_write_op, _index_k_write_body, k, weight, bias, float(eps), positions, slots, table, cache, interleaved)

@@ -1,0 +1,452 @@
+"""Mixture of experts over trellis weights: routed rows through gate, up, activation and down, in five to seven launches.
+
+1. prologue: route packing, and x * suh rotated to fp16 (both projections; prefill: gate alone)
+2. grouped GEMM: gate and up, fp32 sums in the rotated basis (prefill: gate, then 2b. rotation for up, 2c. GEMM for up, so that
+   both share one buffer of rotated rows)
+3. activation: output rotations, svh, silu(gate) * up, suh of down, rotation, fp16
+4. grouped GEMM: down (decode: fp32; prefill: fp16 scaled by row and column tile)
+5. combine: output rotation, svh, router weight, fp32 sum in slot order, one rounding
+
+Nothing here reads data on the host, allocates by data, or changes with the number of rows: tiles and the split of k belong to
+the regime (`Regime`), which the plan fixes. All scratch is one caller-owned arena, laid out by `arena_layout`.
+"""
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..format import ExpertProjection, ExpertWeights
+from ._args import check_float
+from ._dispatch import call, device_guard, launchable, use_triton
+from ._triton import triton
+from .layout import layout_variant, layout_variant_for
+from .moe_kernels import activation_kernel, combine_kernel, expert_gemm_kernel, prologue_kernel
+from .routes import experts_padded, id_chunk, max_blocks
+from .trellis import trellis_words
+
+if TYPE_CHECKING:
+    from ..plan import MoePlan
+
+BLOCKS_M = (8, 16, 32, 48, 64, 128)
+"""Legal numbers of rows in a block of one expert; 48 runs as 32 + 16."""
+
+ALIGNMENT = 256  # bytes; every view of the arena starts on a multiple
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+_BLOCK_N = 128
+
+
+class Dims(NamedTuple):
+    """Stored (128-padded) sizes of a layer's experts."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+
+class Regime(NamedTuple):
+    """How calls of up to `rows` tokens run: everything that the order of summation and the scratch depend on."""
+
+    rows: int
+    block_m: int
+    split: int  # parts that k of gate and up is cut into, each summed on its own
+    sequential: int  # 1: gate and up go one after the other through one buffer of rotated rows
+    half: int  # 1: down's results wait for the combination as scaled fp16, 0: as fp32
+
+    def blocks(self, dims: Dims) -> int:
+        """Most blocks of `block_m` rows that any routing of `rows` tokens can need."""
+        return max_blocks(self.rows * dims.top_k, dims.num_experts, self.block_m)
+
+
+class View(NamedTuple):
+    """One tensor in the arena."""
+
+    offset: int  # bytes
+    dtype: torch.dtype
+    numel: int
+
+
+class Scratch(NamedTuple):
+    """What a call writes before it reads: one typed view each. See `arena_layout` for the sizes."""
+
+    packed: Tensor
+    block_expert: Tensor
+    block_rows: Tensor
+    num_blocks: Tensor
+    x_exponent: Tensor
+    act_exponent: Tensor
+    half_exponent: Tensor
+    raw: Tensor
+    act: Tensor
+    rotated: Tensor
+    down: Tensor
+
+
+def arena_layout(dims: Dims, regime: Regime) -> tuple[dict[str, View], int]:
+    """The views of one regime's arena and its size in bytes.
+
+    With R = rows * top_k routes, B = `Regime.blocks` blocks and every view rounded up to 256 bytes:
+    packed 4 B block_m, block_expert 4 B, block_rows 4 B, num_blocks 4, x_exponent 8 R, act_exponent 4 R,
+    half_exponent 4 R H/128 (half only), raw 8 R I split, act 2 R I, and one region that first holds the rotated input,
+    2 R H (sequential) or 4 R H, and then down's results, 2 R H (half) or 4 R H.
+    """
+    routes = regime.rows * dims.top_k
+    blocks = regime.blocks(dims)
+    hidden = routes * dims.hidden
+    small = {"packed": blocks * regime.block_m, "block_expert": blocks, "block_rows": blocks, "num_blocks": 1}
+    parts: dict[str, tuple[torch.dtype, int]] = {name: (torch.int32, numel) for name, numel in small.items()}
+    parts["x_exponent"] = (torch.int32, 2 * routes)
+    parts["act_exponent"] = (torch.int32, routes)
+    parts["half_exponent"] = (torch.int32, hidden // _BLOCK_N if regime.half else 1)
+    parts["raw"] = (torch.float32, 2 * routes * dims.intermediate * regime.split)
+    parts["act"] = (torch.float16, routes * dims.intermediate)
+    parts["rotated"] = (torch.float16, hidden if regime.sequential else 2 * hidden)
+    views: dict[str, View] = {}
+    offset = 0
+    for name, (dtype, numel) in parts.items():
+        views[name] = View(offset, dtype, numel)
+        offset += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    shared = views["rotated"].offset  # the rotated input is spent before down writes
+    views["down"] = View(shared, torch.float16 if regime.half else torch.float32, hidden)
+    return views, max(offset, shared + -(-hidden * (2 if regime.half else 4) // ALIGNMENT) * ALIGNMENT)
+
+
+def carve(arena: Tensor, dims: Dims, regime: Regime) -> Scratch:
+    """The arena's typed views for one regime. Raises ValueError when it is too small, no uint8 vector, or misaligned."""
+    views, size = arena_layout(dims, regime)
+    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
+        raise ValueError(f"moe: arena is {arena.dtype} {list(arena.shape)}: required a contiguous uint8 vector")
+    if arena.numel() < size:
+        raise ValueError(f"moe: arena has {arena.numel()} bytes: required {size} for {regime.rows} rows (plan.arena_bytes)")
+    if arena.data_ptr() % 16:
+        raise ValueError(f"moe: arena starts at {arena.data_ptr():#x}: required alignment to 16 bytes")
+    parts = {name: arena.narrow(0, view.offset, view.numel * view.dtype.itemsize) for name, view in views.items()}
+    return Scratch(**{name: part.view(views[name].dtype) for name, part in parts.items()})
+
+
+def _tile(block_m: int) -> tuple[int, int, int]:
+    """(BLOCK_K, warps, stages) of the grouped GEMM; BLOCK_N is 128 throughout."""
+    if block_m <= 32:
+        return 128, 4, 1
+    return 64, 8, 1
+
+
+def _shared(vectors: Tensor) -> bool:
+    return vectors.shape[0] == 1
+
+
+def _variant(device: torch.device, block_m: int) -> int:
+    """The decode layout for a block: with 8 rows sm_90 runs its predecessors' matrix instruction, in their order of k."""
+    if block_m < 16 and device.type == "cuda" and not torch.version.hip:
+        return layout_variant_for("cuda", 80)
+    return layout_variant(device)
+
+
+class _Call(NamedTuple):
+    """What all launches of one call share."""
+
+    dims: Dims
+    regime: Regime
+    scratch: Scratch
+    routes: int
+    variant: int
+
+    def gemm(
+        self, xh: Tensor, sides: list[list[Tensor]], formats: tuple[int, ...], out: Tensor, *,
+        k: int, n: int, first: int = 0, out_count: int = 1, x_div: int = 1, split: int = 1, half: int = 0,
+    ) -> None:  # fmt: skip
+        """One grouped GEMM; `sides` are the projections (one, or gate and up) that share the rows `xh`."""
+        dims, regime, s = self.dims, self.regime, self.scratch
+        block_k, warps, stages = _tile(regime.block_m)
+        (words, table), (last_words, last_table) = ((trellis_words(side[0]), side[1]) for side in (sides[0], sides[-1]))
+        main = 32 if regime.block_m == 48 else regime.block_m
+        grid = (len(sides) * (n // _BLOCK_N) * split, max_blocks(self.routes, dims.num_experts, regime.block_m))
+        expert_gemm_kernel[grid](
+            xh, words, table, last_words, last_table, s.packed, s.block_expert, s.block_rows, s.num_blocks, out,
+            s.half_exponent, self.routes, K_DIM=k, N_DIM=n, FORMATS=formats, FIRST=first, COUNT=len(sides),
+            OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, MAIN_M=main,
+            TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=block_k, VARIANT=self.variant,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def _launch_moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: list[Tensor], up: list[Tensor], down: list[Tensor],
+    formats: tuple[tuple[int, ...], ...], intermediate: int, dims: Dims, regime: Regime, s: Scratch, limit: float | None,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """The launches for at most `regime.rows` tokens, contiguous tensors; see the module's docstring for their order."""
+    tokens, width = x.shape
+    routes = tokens * dims.top_k
+    run = _Call(dims, regime, s, routes, _variant(x.device, regime.block_m))
+    per_route = not (_shared(gate[2]) and _shared(up[2]))
+    rows, x_div = (routes, 1) if per_route else (tokens, dims.top_k)
+    hidden_blocks = triton.next_power_of_2(dims.hidden // 128)
+
+    def rotate(first: int, count: int) -> None:
+        pack = first == 0
+        prologue_kernel[(rows * count + (dims.num_experts if pack else 0),)](
+            x, gate[2], up[2], ids, routes, s.rotated, s.x_exponent, s.packed, s.block_expert, s.block_rows, s.num_blocks,
+            PACK=pack, E_PAD=experts_padded(dims.num_experts), BLOCK_M=regime.block_m, CHUNK=id_chunk(routes), WIDTH=width,
+            PADDED=dims.hidden, BLOCKS=hidden_blocks, E=dims.num_experts, TOP_K=dims.top_k, PER_ROUTE=per_route, FIRST=first,
+            COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]), VARIANT=run.variant,
+            num_warps=8 if hidden_blocks >= 32 else 4,
+        )  # fmt: skip
+
+    with device_guard(x):
+        wide = {"k": dims.hidden, "n": dims.intermediate, "out_count": 2, "x_div": x_div, "split": regime.split}
+        if regime.sequential:
+            for first, side in enumerate((gate, up)):
+                rotate(first, 1)
+                run.gemm(s.rotated, [side], formats[first], s.raw, first=first, **wide)
+        else:
+            rotate(0, 2)
+            run.gemm(s.rotated, [gate, up], tuple(sorted({*formats[0], *formats[1]})), s.raw, **wide)
+        activation_kernel[(routes,)](
+            s.raw, s.x_exponent, gate[3], up[3], down[2], ids, s.act, s.act_exponent, routes, limit or 0.0, INNER=intermediate,
+            I_PAD=dims.intermediate, BLOCKS=triton.next_power_of_2(dims.intermediate // 128), E=dims.num_experts,
+            SPLIT=regime.split, X_DIV=x_div, GATE_SHARED=_shared(gate[3]), UP_SHARED=_shared(up[3]),
+            DOWN_SHARED=_shared(down[2]), LIMITED=limit is not None, VARIANT=run.variant, num_warps=4,
+        )  # fmt: skip
+        run.gemm(s.act, [down], formats[2], s.down, k=dims.intermediate, n=dims.hidden, half=regime.half)
+        chunk, warps = (8, 4) if regime.half else (2, 1)
+        combine_kernel[(tokens, triton.cdiv(dims.hidden // 128, chunk))](
+            s.down, s.half_exponent, s.act_exponent, down[3], ids, weights, out, H=width, H_PAD=dims.hidden, BLOCKS=chunk,
+            E=dims.num_experts, TOP_K=dims.top_k, SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps,
+        )  # fmt: skip
+
+
+class Schedule(NamedTuple):
+    """Which rows run how: the part of a plan that a run needs, as integers that a custom op can carry (`encode`).
+
+    max_tokens: most rows of a call. decode: serves min_rows .. decode.rows; prefill: serves more than decode takes, in slices
+    of at most prefill.rows. Rows that neither serves take the reference path, `chunk` rows at a time.
+    """
+
+    max_tokens: int
+    min_rows: int
+    chunk: int
+    decode: Regime | None
+    prefill: Regime | None
+
+    def encode(self) -> list[int]:
+        """As a flat list of integers."""
+        absent = Regime(0, 0, 0, 0, 0)
+        return [self.max_tokens, self.min_rows, self.chunk, *(self.decode or absent), *(self.prefill or absent)]
+
+    @classmethod
+    def decode_ints(cls, values: list[int]) -> "Schedule":
+        """The inverse of `encode`."""
+        size = len(Regime._fields)
+        decode, prefill = Regime(*values[3 : 3 + size]), Regime(*values[3 + size :])
+        max_tokens, min_rows, chunk = values[:3]
+        return cls(max_tokens, min_rows, chunk, decode if decode.rows else None, prefill if prefill.rows else None)
+
+    def slices(self, tokens: int) -> list[tuple[int, int, Regime | None]]:
+        """(start, end, regime) for a call of `tokens` rows, None for the reference path; ValueError above max_tokens."""
+        if tokens > self.max_tokens:
+            raise ValueError(
+                f"moe: {tokens} rows, the plan was made for at most max_tokens={self.max_tokens}: `replan` grows it"
+            )
+        if self.decode is not None and self.min_rows <= tokens <= self.decode.rows:
+            return [(0, tokens, self.decode)]
+        step, regime = (self.chunk, None)
+        if self.prefill is not None and tokens >= self.min_rows:
+            step, regime = self.prefill.rows, self.prefill
+        return [(start, min(start + step, tokens), regime) for start in range(0, tokens, step)]
+
+
+def _projection(tensors: list[Tensor]) -> ExpertProjection:
+    layout = tuple((offset, twice_bits, codebook) for offset, twice_bits, codebook in tensors[1].tolist())
+    return ExpertProjection(tensors[0], layout, tensors[1], tensors[2], tensors[3])
+
+
+def _reference_rows(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float | None, schedule: Schedule, out: Tensor
+) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"moe: {x.shape[0]} rows fall outside of the plan's windows, and the reference path that serves them cannot run "
+            "in a CUDA graph capture: widen EXL3_TRITON_MIN_M/EXL3_TRITON_MAX_M or leave EXL3_TRITON_PREFILL on"
+        )
+    for start, end, _ in schedule.slices(x.shape[0]):
+        rows = slice(start, end)
+        out[rows] = reference.moe(x[rows], experts, ids[rows], weights[rows], limit).to(out.dtype)
+
+
+def run_moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: list[Tensor], up: list[Tensor], down: list[Tensor],
+    formats: tuple[tuple[int, ...], ...], intermediate: int, schedule: Schedule, scratch: dict[Regime, Scratch],
+    limit: float | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Runs a call over prepared scratch, slice after slice; every argument is checked already. `out` [T, H] is written."""
+    dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], ids.shape[1])
+    slices = schedule.slices(x.shape[0])
+    if slices and slices[0][2] is None:
+        experts = ExpertWeights(_projection(gate), _projection(up), _projection(down), x.shape[1], intermediate)
+        _reference_rows(x, ids, weights, experts, limit, schedule, out)
+        return
+    x, ids, weights = launchable(x), launchable(ids), launchable(weights)
+    for start, end, regime in slices:
+        assert regime is not None
+        rows, row_ids, row_weights, results = (tensor[start:end] for tensor in (x, ids, weights, out))
+        _launch_moe(
+            rows, row_ids, row_weights, gate, up, down, formats, intermediate, dims, regime, scratch[regime], limit, results
+        )
+
+
+def _on_cpu(
+    x: Tensor, ids: Tensor, weights: Tensor, gate: list[Tensor], up: list[Tensor], down: list[Tensor], intermediate: int,
+    limit: float | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    experts = ExpertWeights(_projection(gate), _projection(up), _projection(down), x.shape[1], intermediate)
+    return reference.moe(x, experts, ids, weights, limit).to(out_dtype)
+
+
+def _moe_body(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    arena: Tensor,
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    gate_formats: list[int],
+    up_formats: list[int],
+    down_formats: list[int],
+    intermediate: int,
+    schedule: list[int],
+    limit: float | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    plan = Schedule.decode_ints(schedule)
+    plan.slices(x.shape[0])
+    if not use_triton(x):
+        return _on_cpu(x, topk_ids, topk_weights, gate, up, down, intermediate, limit, out_dtype)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
+    scratch = {regime: carve(arena, dims, regime) for regime in (plan.decode, plan.prefill) if regime is not None}
+    formats = (tuple(gate_formats), tuple(up_formats), tuple(down_formats))
+    run_moe(x, topk_ids, topk_weights.float(), gate, up, down, formats, intermediate, plan, scratch, limit, out)
+    return out
+
+
+def _moe_unplanned_body(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    gate_formats: list[int],
+    up_formats: list[int],
+    down_formats: list[int],
+    intermediate: int,
+    limit: float | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not use_triton(x):
+        return _on_cpu(x, topk_ids, topk_weights, gate, up, down, intermediate, limit, out_dtype)
+    from ..plan import default_schedule  # plans know ops, not the other way round, but for this default
+
+    dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
+    plan = default_schedule(dims, x.shape[0])
+    regimes = [regime for regime in (plan.decode, plan.prefill) if regime is not None]
+    size = max((arena_layout(dims, regime)[1] for regime in regimes), default=0)
+    arena = torch.empty(size, dtype=torch.uint8, device=x.device)
+    sides = (gate, up, down, gate_formats, up_formats, down_formats)
+    return _moe_body(x, topk_ids, topk_weights, arena, *sides, intermediate, plan.encode(), limit, out_dtype)
+
+
+_moe_op = torch.library.custom_op("exl3_triton::moe", _moe_body, mutates_args=("arena",))
+_moe_unplanned_op = torch.library.custom_op("exl3_triton::moe_unplanned", _moe_unplanned_body, mutates_args=())
+
+
+@_moe_op.register_fake
+def _(
+    x, topk_ids, topk_weights, arena, gate, up, down, gate_formats, up_formats, down_formats, intermediate, schedule, limit,
+    out_dtype,
+):  # fmt: skip
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+@_moe_unplanned_op.register_fake
+def _(x, topk_ids, topk_weights, gate, up, down, gate_formats, up_formats, down_formats, intermediate, limit, out_dtype):
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+def check_call(x: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tensor, limit: float | None) -> None:
+    """Raises ValueError for shapes, dtypes or devices that `moe` does not take; reads no data."""
+    check_float("moe", x=x, topk_weights=topk_weights)
+    if x.dim() != 2 or x.shape[1] != experts.hidden_size:
+        raise ValueError(f"moe: x is {list(x.shape)}: required [T, {experts.hidden_size}]")
+    ids = f"topk_ids is {topk_ids.dtype} {list(topk_ids.shape)} on {topk_ids.device}"
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"moe: {ids}: required int32 or int64 [{x.shape[0]}, k]")
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(f"moe: {ids}, topk_weights is {list(topk_weights.shape)}: required equal shapes")
+    if not 1 <= topk_ids.shape[1] <= MAX_TOP_K or experts.num_experts > MAX_EXPERTS:
+        required = f"k in 1..{MAX_TOP_K}, at most {MAX_EXPERTS} experts"
+        raise ValueError(f"moe: {ids} for {experts.num_experts} experts: required {required}")
+    if not x.device == topk_ids.device == experts.device:
+        raise ValueError(f"moe: {ids}, experts on {experts.device}: required {x.device}, as x")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"moe: limit={limit}: required a positive number or None")
+
+
+def expert_tensors(projection: ExpertProjection) -> list[Tensor]:
+    """A projection as the tensors that the op takes."""
+    return [projection.words, projection.table, projection.suh, projection.svh]
+
+
+def _sides(experts: ExpertWeights) -> tuple[list[Tensor] | list[int], ...]:
+    gate, up, down = experts.projections
+    tensors = [expert_tensors(projection) for projection in (gate, up, down)]
+    return (*tensors, list(gate.formats), list(up.formats), list(down.formats))
+
+
+def call_planned(
+    x: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tensor, arena: Tensor, schedule: list[int],
+    limit: float | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The op on checked arguments."""
+    arguments = (*_sides(experts), experts.intermediate_size, schedule, limit, out_dtype)
+    return call(_moe_op, _moe_body, x, topk_ids, topk_weights, arena, *arguments)
+
+
+def moe(
+    x: Tensor,
+    experts: ExpertWeights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    plan: "MoePlan | None" = None,
+    arena: Tensor | None = None,
+    limit: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over slots of topk_weights * down(silu(gate(x)) * up(x)), experts by topk_ids: [T, H] in `out_dtype` (default x's).
+
+    x: [T, H] fp16, bf16 or fp32; topk_ids: int32 or int64 [T, k], k <= 32: -1 and all ids outside of 0..E-1 add nothing;
+    topk_weights: floats [T, k], used in fp32; experts: rates and codebooks free per expert and projection, E <= 1024.
+    limit: clamps gate from above to it and up to +-limit before the activation. plan: sizes, windows and capacity
+    (`exl3_triton.plan.plan_moe`), default one for about T rows; arena: uint8 scratch of plan.arena_bytes, default allocated by
+    this call. T beyond the prefill capacity of the plan runs in slices. Rotations, sums and router weights are fp32, products
+    fp16 x fp16, activations fp16 under a power-of-two scale a row; a row's result does not depend on a window's other rows.
+    Raises ValueError for shapes and dtypes outside of this, a plan for other sizes, or T above plan.max_tokens.
+    """
+    check_call(x, experts, topk_ids, topk_weights, limit)
+    if plan is not None:
+        plan.check(experts, topk_ids.shape[1])
+    elif arena is not None:
+        raise ValueError("moe: arena without plan: required the plan whose arena_bytes it was sized by")
+    if plan is None:
+        arguments = (*_sides(experts), experts.intermediate_size, limit, out_dtype or x.dtype)
+        return call(_moe_unplanned_op, _moe_unplanned_body, x, topk_ids, topk_weights, *arguments)
+    if arena is None:
+        arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=x.device)
+    return call_planned(x, experts, topk_ids, topk_weights, arena, plan.schedule.encode(), limit, out_dtype or x.dtype)

@@ -1,0 +1,249 @@
+"""The kernels of the grouped mixture of experts; `moe.py` launches them and says how they follow one another.
+
+Rows are addressed by route (token * top_k + slot) throughout: the packed order lives in the GEMM's row list alone, so every
+intermediate sits where its route says and the final sum over a token's slots runs in slot order.
+"""
+
+from ._triton import tl, triton
+from .hadamard import exponent_of, power_of_two, rotate_rows, rotate_scaled, row_shift, scale_by_power
+from .layout import k_position
+from .routes import pack_expert
+from .trellis import decode_tiles, tile_address
+
+
+@triton.jit
+def _store_rotated(v, suh, out, exponent_out, columns, mask, BLOCKS: tl.constexpr, VARIANT: tl.constexpr):
+    """A row v fp32 [BLOCKS, 128] times suh, rotated, as fp16 under one power of two, laid out along k as decoded tiles are."""
+    bound = tl.where(mask, exponent_of(v) + exponent_of(suh), -254)
+    shift = row_shift(tl.max(tl.max(bound, axis=1), axis=0))
+    tl.store(out + k_position(columns, VARIANT), rotate_scaled(v, suh, shift, BLOCKS), mask=mask)
+    tl.store(exponent_out, -shift)
+
+
+@triton.jit
+def _valid_expert(ids, route, E: tl.constexpr):
+    """The route's expert as int64, or -1 for an id outside of 0..E-1."""
+    e = tl.load(ids + route).to(tl.int64)
+    return tl.where((e >= 0) & (e < E), e, -1)
+
+
+@triton.jit
+def _rotate_row(
+    pid, x, suh_gate, suh_up, ids, xh, x_exponent,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """One (row, projection): xh = fp16(hadamard(x * suh) * scale). Rows are routes, or tokens where all experts share suh."""
+    row = (pid // COUNT).to(tl.int64)
+    projection = FIRST + pid % COUNT
+    token = row
+    expert = row * 0
+    if PER_ROUTE:
+        token = row // TOP_K
+        expert = _valid_expert(ids, row, E)
+    if expert >= 0:
+        columns = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        mask = columns < PADDED
+        v = tl.load(x + token * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        if projection == 0:
+            suh = suh_gate + (0 if GATE_SHARED else expert * PADDED)
+        else:
+            suh = suh_up + (0 if UP_SHARED else expert * PADDED)
+        scale = tl.load(suh + columns, mask=mask, other=0.0).to(tl.float32)
+        out = xh + (row * COUNT + pid % COUNT) * PADDED
+        _store_rotated(v, scale, out, x_exponent + row * 2 + projection, columns, mask, BLOCKS, VARIANT)
+
+
+@triton.jit(do_not_specialize=["routes"])
+def prologue_kernel(
+    x, suh_gate, suh_up, ids, routes, xh, x_exponent, packed, block_expert, block_rows, num_blocks,
+    PACK: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Input rotations, and (PACK) the route packing in the first E programs: independent of each other, so one launch."""
+    pid = tl.program_id(0)
+    if PACK and pid < E:
+        pack_expert(pid, ids, routes, packed, block_expert, block_rows, num_blocks, E, E_PAD, BLOCK_M, CHUNK)
+    else:
+        _rotate_row(
+            pid - (E if PACK else 0), x, suh_gate, suh_up, ids, xh, x_exponent,
+            WIDTH, PADDED, BLOCKS, E, TOP_K, PER_ROUTE, FIRST, COUNT, GATE_SHARED, UP_SHARED, VARIANT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    acc, tail, x_rows, x_tail, words, k_tile, n_tile,
+    FORMAT: tl.constexpr, SPAN: tl.constexpr, TILES_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr, VARIANT: tl.constexpr,
+):  # fmt: skip
+    """acc += W^T x^T over SPAN inputs from tile (k_tile, n_tile) on; a decoded tile serves all rows of the block."""
+    TWICE_BITS: tl.constexpr = FORMAT // 4
+    CODEBOOK: tl.constexpr = FORMAT % 4
+    ROW_WORDS: tl.constexpr = TILES_N * 4 * TWICE_BITS
+    tile_words = tile_address(words, k_tile, n_tile, TILES_N, TWICE_BITS)
+    k = tl.arange(0, BLOCK_K)
+    for k0 in range(0, SPAN, BLOCK_K):
+        w = decode_tiles(tile_words, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+        acc = tl.dot(w, tl.load(x_rows[None, :] + (k0 + k)[:, None]), acc)
+        if TAIL_M > 0:
+            tail = tl.dot(w, tl.load(x_tail[None, :] + (k0 + k)[:, None]), tail)
+        tile_words += BLOCK_K // 16 * ROW_WORDS
+    return acc, tail
+
+
+@triton.jit
+def _block_routes(packed, block_rows, lanes):
+    """(routes int64, which of them are real): lanes past the block's end repeat its last row, so that loads need no mask."""
+    rows = tl.load(block_rows, volatile=True)
+    return tl.load(packed + tl.minimum(lanes, rows - 1), volatile=True).to(tl.int64), lanes < rows
+
+
+@triton.jit
+def _store_result(
+    acc, out, half_exponent, route, live, row_offset, n, tile,
+    ROW: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """acc fp32 [BLOCK_N, rows] to the rows' places; HALF: as fp16 under a power-of-two scale per row and tile of columns."""
+    at = (row_offset + route)[None, :] * ROW + n[:, None]
+    if HALF:
+        shift = tl.minimum(14 - exponent_of(tl.max(tl.abs(acc), axis=0)), 40)
+        tl.store(out + at, (acc * power_of_two(shift)[None, :]).to(tl.float16), mask=live[None, :])
+        tl.store(half_exponent + route * TILES + tile, -shift, mask=live)
+    else:
+        tl.store(out + at, acc, mask=live[None, :])
+
+
+@triton.jit(do_not_specialize=["routes"])
+def expert_gemm_kernel(
+    xh, gate_words, gate_table, up_words, up_table, packed, block_expert, block_rows, num_blocks, out, half_exponent, routes,
+    K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    OUT_COUNT: tl.constexpr, X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+    MAIN_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VARIANT: tl.constexpr,
+):  # fmt: skip
+    """Grouped GEMM over packed routes in the rotated basis. Grid: (COUNT * N_DIM / BLOCK_N * SPLIT, blocks).
+
+    xh fp16 [rows, COUNT, K_DIM], row = route // X_DIV; out [SPLIT, routes, OUT_COUNT, N_DIM] (fp32, or HALF). COUNT
+    projections of one input (gate and up) share the launch. FORMATS: the (4 * 2K + codebook) present, one branch each.
+    """
+    TILES: tl.constexpr = N_DIM // BLOCK_N
+    SPAN: tl.constexpr = K_DIM // SPLIT
+    block = tl.program_id(1)
+    if block >= tl.load(num_blocks):
+        return
+    pid = tl.program_id(0)
+    tile = pid % TILES
+    split = pid // TILES % SPLIT
+    side = pid // (TILES * SPLIT)
+    expert = tl.load(block_expert + block)
+    if COUNT == 2:
+        words = gate_words if side == 0 else up_words
+        table = gate_table if side == 0 else up_table
+    else:
+        words = gate_words
+        table = gate_table
+    table += expert * 3
+    offset = tl.load(table) // 2  # int16 -> int32 words
+    packed += block * BLOCK_M
+    lanes = tl.arange(0, MAIN_M)
+    tail_lanes = MAIN_M + tl.arange(0, TAIL_M if TAIL_M > 0 else 1)
+    route, _ = _block_routes(packed, block_rows + block, lanes)
+    x_rows = xh + (route // X_DIV * COUNT + side) * K_DIM + split * SPAN
+    acc = tl.zeros((BLOCK_N, MAIN_M), tl.float32)
+    if TAIL_M > 0:
+        route, _ = _block_routes(packed, block_rows + block, tail_lanes)
+        x_tail = xh + (route // X_DIV * COUNT + side) * K_DIM + split * SPAN
+        tail = tl.zeros((BLOCK_N, TAIL_M), tl.float32)
+    else:
+        x_tail = xh
+        tail = 0.0
+    if len(FORMATS) == 1:
+        present = FORMATS[0]
+    else:
+        present = tl.load(table + 1) * 4 + tl.load(table + 2)
+    for i in tl.static_range(len(FORMATS)):
+        if present == FORMATS[i]:
+            acc, tail = _multiply(
+                acc, tail, x_rows, x_tail, words + offset, split * (SPAN // 16), tile * (BLOCK_N // 16),
+                FORMATS[i], SPAN, N_DIM // 16, BLOCK_N, BLOCK_K, TAIL_M, VARIANT,
+            )  # fmt: skip
+    n = (FIRST + side) * N_DIM + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_offset = split.to(tl.int64) * routes
+    ROW: tl.constexpr = OUT_COUNT * N_DIM
+    route, live = _block_routes(packed, block_rows + block, lanes)  # again, so that no register holds them through the loop
+    _store_result(acc, out, half_exponent, route, live, row_offset, n, tile, ROW, TILES, HALF)
+    if TAIL_M > 0:
+        route, live = _block_routes(packed, block_rows + block, tail_lanes)
+        _store_result(tail, out, half_exponent, route, live, row_offset, n, tile, ROW, TILES, HALF)
+
+
+@triton.jit
+def _unrotate(
+    raw, exponent, svh, route, routes, projection, columns, mask,
+    I_PAD: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Output side of gate or up for one route: the split sums in ascending order, rotation, scale, svh."""
+    v = tl.zeros((BLOCKS, 128), tl.float32)
+    for split in tl.static_range(SPLIT):
+        at = ((split * routes.to(tl.int64) + route) * 2 + projection) * I_PAD
+        v += tl.load(raw + at + columns, mask=mask, other=0.0)
+    v = scale_by_power(rotate_rows(v, BLOCKS), exponent)
+    return v * tl.load(svh + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["routes"])
+def activation_kernel(
+    raw, x_exponent, gate_svh, up_svh, down_suh, ids, act, act_exponent, routes, limit,
+    INNER: tl.constexpr, I_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr,
+    X_DIV: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr, DOWN_SHARED: tl.constexpr, LIMITED: tl.constexpr,
+    VARIANT: tl.constexpr,
+):  # fmt: skip
+    """One route: gate and up out of the rotated basis, silu(gate) * up in fp32, into down's rotated basis as scaled fp16."""
+    route = tl.program_id(0).to(tl.int64)
+    expert = _valid_expert(ids, route, E)
+    if expert >= 0:
+        columns = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        mask = columns < I_PAD
+        exponents = x_exponent + route // X_DIV * 2
+        gate_row = gate_svh + (0 if GATE_SHARED else expert * I_PAD)
+        up_row = up_svh + (0 if UP_SHARED else expert * I_PAD)
+        down_row = down_suh + (0 if DOWN_SHARED else expert * I_PAD)
+        g = _unrotate(raw, tl.load(exponents), gate_row, route, routes, 0, columns, mask, I_PAD, BLOCKS, SPLIT)
+        u = _unrotate(raw, tl.load(exponents + 1), up_row, route, routes, 1, columns, mask, I_PAD, BLOCKS, SPLIT)
+        if LIMITED:  # comparisons, so that a NaN stays one
+            g = tl.where(g > limit, limit, g)
+            u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+        v = g / (1.0 + tl.exp(-g)) * u
+        v = tl.where(columns < INNER, v, 0.0)
+        scale = tl.load(down_row + columns, mask=mask, other=0.0).to(tl.float32)
+        _store_rotated(v, scale, act + route * I_PAD, act_exponent + route, columns, mask, BLOCKS, VARIANT)
+
+
+@triton.jit
+def combine_kernel(
+    down, half_exponent, act_exponent, down_svh, ids, weights, out,
+    H: tl.constexpr, H_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """out[t] = fp32 sum, in slot order, of weight * svh * hadamard(down row), rounded once. Grid: (T, chunks of columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    tiles = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    columns = tiles * 128 + tl.arange(0, 128)[None, :]
+    mask = columns < H_PAD
+    acc = tl.zeros((BLOCKS, 128), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        route = token * TOP_K + slot
+        expert = _valid_expert(ids, route, E)
+        live = expert >= 0  # masks, not a branch: the loads of all slots are in flight together
+        v = tl.load(down + route * H_PAD + columns, mask=mask & live, other=0.0).to(tl.float32)
+        exponent = tl.load(act_exponent + route, mask=live, other=0)
+        if HALF:
+            exponent += tl.load(half_exponent + route * (H_PAD // 128) + tiles, mask=live & (tiles < H_PAD // 128), other=0)
+        svh = down_svh + (0 if SHARED else expert * H_PAD)
+        v = rotate_rows(scale_by_power(v, exponent), BLOCKS)
+        v *= tl.load(svh + columns, mask=mask & live, other=0.0).to(tl.float32)
+        acc += v * tl.load(weights + route, mask=live, other=0.0)
+    tl.store(out + token * H + columns, acc.to(out.dtype.element_ty), mask=columns < H)

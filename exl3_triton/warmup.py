@@ -1,0 +1,74 @@
+"""Compiling ahead: after `warmup` nothing compiles, whatever number of rows arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import ops
+from .format import ExpertWeights
+from .model.cache import Batch, pages_for
+from .model.layers import Exl3Linear
+from .model.transformer import Transformer
+from .reference import PAGE
+
+
+def row_counts(max_tokens: int) -> list[int]:
+    """One number of rows in each class that launchers distinguish up to `max_tokens`: powers of two, and one above each."""
+    counts, power = {max_tokens}, 1
+    while power <= max_tokens:
+        counts.update(count for count in (power, power + 1) if count <= max_tokens)
+        power *= 2
+    return sorted(counts)
+
+
+@torch.inference_mode()
+def warmup(obj: Any, max_tokens: int) -> None:
+    """Compile every kernel that calls of 1..max_tokens rows on `obj` can reach, by running each class of sizes once.
+
+    obj: a `Transformer` (prefill and decode, over a scratch cache that is freed again), an `nn.Module` with `Exl3Linear`s
+    in it (each in fp16, bf16 and fp32), or `ExpertWeights` with the number of experts a token as `(experts, top_k)`. On a CPU there
+    is nothing to compile. Raises ValueError when max_tokens < 1, or above a Transformer's max_context, TypeError for other
+    objects.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"warmup: max_tokens={max_tokens}: must be positive")
+    if isinstance(obj, Transformer):
+        if max_tokens > obj.max_context:
+            raise ValueError(f"warmup: max_tokens={max_tokens}: must not exceed max_context={obj.max_context}")
+        _warm_transformer(obj, max_tokens)
+    elif isinstance(obj, nn.Module):
+        layers = [module for module in obj.modules() if isinstance(module, Exl3Linear)]
+        kinds = {(m.weight.trellis.shape, m.codebook, m.in_features, m.out_features, m.bias is None): m for m in layers}
+        for layer in kinds.values():
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                for rows in row_counts(max_tokens):
+                    layer(torch.zeros(rows, layer.in_features, dtype=dtype, device=layer.trellis.device))
+    elif isinstance(obj, tuple) and len(obj) == 2 and isinstance(obj[0], ExpertWeights):
+        experts, top_k = obj
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for rows in row_counts(max_tokens):
+                x = torch.zeros(rows, experts.hidden_size, dtype=dtype, device=experts.device)
+                ids = torch.arange(top_k, device=experts.device).expand(rows, top_k)
+                ops.moe(x, experts, ids, torch.ones(rows, top_k, device=experts.device))
+    else:
+        raise TypeError(f"warmup: found {type(obj).__name__}, required a Transformer, an nn.Module or (ExpertWeights, top_k)")
+
+
+def _warm_transformer(model: Transformer, max_tokens: int) -> None:
+    device = model.device
+    if device.type == "cpu":
+        return
+    pages = pages_for(max_tokens)
+    cache = model.new_cache(pages + 1)
+    topk = model.config.index_topk or 0
+    for rows in row_counts(max_tokens):
+        tokens = torch.zeros(rows, dtype=torch.long, device=device)
+        # a short bound sees every position, a long one selects: both forms of attention
+        for bound in {rows, min(max(rows, topk + PAGE), model.max_context)}:
+            for prefill in (False, True):
+                batch = Batch.of_sequence(tokens, 0, range(1, pages + 1), prefill=prefill, max_context=bound)
+                model.compute_logits(model(batch, cache))
+    torch.cuda.synchronize(device)

@@ -1,0 +1,162 @@
+"""Measures the ops on this machine's GPU and prints a table: `python tests/benchmark/measure.py --out results.json`.
+
+    --op linear,moe      which ops                       --peer FILE    another library's times on the same card
+    --m 1,16,64          which row counts                --match TEXT   only rows whose shape name contains TEXT
+
+Random trellis data, random activations, both rotations included. Times are medians of CUDA graph replays over distinct
+weights of more than 260 MB. `ratio` is the peer's time over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+from typing import Any
+
+import torch
+from timing import copies_for, header, limit_fraction, microseconds
+
+from exl3_triton import ops
+from exl3_triton.format import Codebook, ExpertProjection, ExpertWeights, TrellisWeight
+from exl3_triton.plan import MoeSpec, plan_moe
+
+CODEBOOKS = {codebook.label: codebook for codebook in Codebook}
+PEER = pathlib.Path(os.environ.get("EXL3_TRITON_TESTDATA", pathlib.Path(__file__).parents[3] / "shared"))
+PEER = PEER / "peers" / "exllamav3_h200.json"
+LINEAR = {
+    "expert_up_tp4": (6144, 512),
+    "ffn_up": (6144, 12288),
+    "ffn_down": (12288, 6144),
+    "q_b": (2048, 16384),
+    "o": (16384, 6144),
+    "qwen_up": (5120, 17408),
+}
+MOE = {"glm52_tp4": (256, 6144, 512, 8), "glm52_tp1": (256, 6144, 2048, 8), "glm45air_tp1": (128, 4096, 1408, 8)}
+
+
+def random_matrix(k: int, n: int, bits: float, codebook: Codebook) -> TrellisWeight:
+    """A matrix of random trellis data with scales of a realistic size."""
+    shape = (-(-k // 128) * 8, -(-n // 128) * 8, int(16 * bits))
+    trellis = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, device="cuda")
+    suh = torch.randn(shape[0] * 16, device="cuda").sign() * 0.02
+    svh = torch.randn(shape[1] * 16, device="cuda").sign()
+    return TrellisWeight(trellis, suh.half(), svh.half(), codebook, None, k, n)
+
+
+def random_experts(experts: int, hidden: int, intermediate: int, bits: float, codebook: Codebook) -> ExpertWeights:
+    """A layer of random experts of one rate and codebook."""
+    hidden_padded, inner_padded = -(-hidden // 128) * 128, -(-intermediate // 128) * 128
+    projections = []
+    for k, n in ((hidden_padded, inner_padded), (hidden_padded, inner_padded), (inner_padded, hidden_padded)):
+        projection = ExpertProjection.allocate([(int(2 * bits), int(codebook))] * experts, k, n, device="cuda")
+        projection.words.random_(-(1 << 15), 1 << 15)
+        projection.suh.copy_(torch.randn(experts, k, device="cuda").sign() * 0.02)
+        projection.svh.copy_(torch.randn(experts, n, device="cuda").sign())
+        projections.append(projection)
+    return ExpertWeights(*projections, hidden, intermediate)
+
+
+def measure_linear(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
+    """One row: a matrix k x n at m rows of fp16 activations."""
+    k, n, bits, m = case["k"], case["n"], case["bits"], case["m"]
+    weight_bytes = k * n * bits / 8
+    matrices = [random_matrix(k, n, bits, CODEBOOKS[case["codebook"]]) for _ in range(copies_for(int(weight_bytes)))]
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    us = microseconds([lambda w=w: ops.linear(x, w) for w in matrices])  # type: ignore[misc]
+    flops = 2 * m * k * n
+    return {
+        "us": round(us, 2),
+        "gbps": round(weight_bytes / us / 1e3, 1),
+        "tflops": round(flops / us / 1e6, 2),
+        "tera_weights_per_s": round(k * n / us / 1e6, 3),
+        "limit_fraction": round(
+            limit_fraction(us, weight_bytes=weight_bytes, flops=flops, weights_decoded=k * n, limits=limits), 3
+        ),
+    }
+
+
+def measure_moe(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
+    """One row: routed experts of a layer at m tokens, eight sets of random routes."""
+    experts, hidden, inner, top_k = case["E"], case["H"], case["I"], case["top"]
+    m, bits = case["m"], case["bits"]
+    weights = random_experts(experts, hidden, inner, bits, CODEBOOKS[case["codebook"]])
+    plan = plan_moe(MoeSpec.of(weights, top_k), max_tokens=m)
+    bound = plan.bind(plan.new_arena("cuda"))
+    x = torch.randn(m, hidden, device="cuda", dtype=torch.float16)
+    out = torch.empty_like(x)
+    routes = []
+    for _ in range(8):
+        ids = torch.rand(m, experts, device="cuda").topk(top_k).indices
+        routes.append((ids, torch.rand(m, top_k, device="cuda")))
+    us = microseconds([lambda r=r: bound(x, weights, *r, out=out) for r in routes])  # type: ignore[misc]
+    hit = sum(ids.unique().numel() for ids, _ in routes) / len(routes)
+    decoded = hit * 3 * hidden * inner
+    flops = 2 * m * top_k * 3 * hidden * inner
+    return {
+        "experts": hit,
+        "us": round(us, 1),
+        "gbps": round(decoded * bits / 8 / us / 1e3, 1),
+        "tflops": round(flops / us / 1e6, 1),
+        "tera_weights_per_s": round(decoded / us / 1e6, 3),
+        "limit_fraction": round(
+            limit_fraction(us, weight_bytes=decoded * bits / 8, flops=flops, weights_decoded=decoded, limits=limits), 3
+        ),
+    }
+
+
+def cases(op: str, peer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What to measure: the peer's rows where its file is there, else 3- and 4-bit MCG at a range of row counts."""
+    keys = ("op", "name", "k", "n", "E", "H", "I", "top", "bits", "codebook", "m")
+    found = [{key: row[key] for key in keys if key in row} | {"peer_us": row["us"]} for row in peer if row["op"] == op]
+    if found:
+        return found
+    rows = (1, 4, 16, 32, 64, 128, 512, 4096)
+    variants = [(bits, m) for bits in (3, 4) for m in rows]
+    if op == "linear":
+        shapes = [{"name": name, "k": k, "n": n} for name, (k, n) in LINEAR.items()]
+    else:
+        shapes = [{"name": name, "E": e, "H": h, "I": i, "top": top} for name, (e, h, i, top) in MOE.items()]
+    return [shape | {"op": op, "bits": bits, "codebook": "mcg", "m": m} for shape in shapes for bits, m in variants]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", default="linear,moe")
+    parser.add_argument("--m", default="")
+    parser.add_argument("--match", default="")
+    parser.add_argument("--peer", type=pathlib.Path, default=PEER)
+    parser.add_argument("--out", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to measure", file=sys.stderr)
+        return 2
+    peer = json.loads(arguments.peer.read_text())["rows"] if arguments.peer.exists() else []
+    result: dict[str, Any] = {"header": header(), "rows": []}
+    print(result["header"], flush=True)
+    wanted = {int(m) for m in arguments.m.split(",") if m}
+    measures = {"linear": measure_linear, "moe": measure_moe}
+    for op in arguments.op.split(","):
+        for case in cases(op, peer):
+            label = f"{case['name']}.{case['bits']}.{case['codebook']}"
+            if arguments.match not in label or (wanted and case["m"] not in wanted):
+                continue
+            torch.cuda.empty_cache()
+            row = case | measures[op](case, result["header"])
+            if "peer_us" in row:
+                row["ratio"] = round(row["peer_us"] / row["us"], 2)
+            result["rows"].append(row)
+            print(
+                f"{op:7}{label:22} m {row['m']:5} {row['us']:9.1f} us {row['gbps']:8.1f} GB/s {row['tflops']:7.1f} TFLOP/s "
+                f"{row['tera_weights_per_s']:6.3f} Tw/s limit {row['limit_fraction']:.2f} ratio {row.get('ratio', '-')}",
+                flush=True,
+            )
+            if arguments.out:
+                arguments.out.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,391 @@
+"""`linear` and `linears`: exact weights, the rounding of activations and nothing else, whatever the number and stride of
+rows.
+"""
+
+import pytest
+import torch
+from golden import matrices
+from rounding import rounding
+from test_trellis import FORMATS, format_id, random_weight
+
+from exl3_triton import reference
+from exl3_triton.format import Codebook, TrellisWeight
+from exl3_triton.ops.linear import DECODE_ROWS, LinearConfig, _launch_linears, _split, configure, linear, linears
+
+pytest.importorskip("triton")
+
+SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4, num_stages=1)
+
+
+def launch(x, weights, config=None, out_dtype=None):
+    """The launcher itself, to force a configuration."""
+    fields = ([w.trellis for w in weights], [w.suh for w in weights], [w.svh for w in weights], [w.bias for w in weights])
+    codebooks, sizes = [int(w.codebook) for w in weights], [w.out_features for w in weights]
+    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config)
+
+
+def plain(weight):
+    """The matrix without scales: rotations alone stand between x, the stored values and y."""
+    ones = [torch.ones_like(vector) for vector in (weight.suh, weight.svh)]
+    return TrellisWeight(weight.trellis, *ones, weight.codebook)
+
+
+def one_hot(rows, width):
+    """x whose rotation is exactly one at feature rows[i] of row i, and zero elsewhere."""
+    x = torch.zeros(len(rows), width, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        first = row // 128 * 128
+        x[i, first : first + 128] = reference.hadamard_matrix()[row % 128]
+    return x.float()
+
+
+def butterfly(rows):
+    """Rows of fp32 rotated as the kernel does, operation by operation."""
+    x = rows.float().view(len(rows), -1, 128)
+    for stage in range(7):
+        pairs = x.view(*x.shape[:2], 64 >> stage, 2, 1 << stage)
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).view(*x.shape)
+    return (x * torch.tensor(128**-0.5, dtype=torch.float32)).view(len(rows), -1)
+
+
+def check(y, x, weight, *, out_dtype):
+    """y against float64, relative to its size.
+
+    Each rotated activation carries one rounding to fp16, independent of the others, so the error of a sum relative to the
+    sum is that of one rounding in the root mean square; y is rounded once more. fp32 sums add a hundredth of that.
+    """
+    exact = reference.linear(x.double().cpu(), weight.to("cpu"))
+    assert y.dtype == out_dtype
+    assert y.shape == exact.shape
+    assert y.is_contiguous()
+    assert exact.norm() > 0
+    error = (y.double().cpu() - exact).norm() / exact.norm()
+    assert error < 1.1 * (rounding(torch.float16) + rounding(out_dtype)), error
+
+
+@pytest.mark.parametrize("config", [None, SPLIT_ALL], ids=["", "split"])
+@pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
+def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, bits, codebook, config):
+    weight = plain(random_weight(bits, codebook, 256, 128, device))
+    rows = torch.randperm(256)[:16]
+    stored = reference.decode(weight.trellis.cpu(), codebook)[rows]
+    y = launch(one_hot(rows, 256).to(device), [weight], config)[0].cpu()
+    assert stored.abs().max() > 1
+    assert torch.equal(y, butterfly(stored))
+
+
+def test_linear_of_one_hot_rows_above_the_decode_window(device, triton_backend):
+    weight = plain(random_weight(2.5, Codebook.MUL1, 128, 256, device))
+    rows = torch.arange(DECODE_ROWS + 1) + 20
+    y = linear(one_hot(rows, 128).to(device), weight).cpu()
+    assert torch.equal(y, butterfly(reference.decode(weight.trellis.cpu(), Codebook.MUL1)[rows]))
+
+
+@pytest.mark.parametrize(
+    "golden", [golden for golden in matrices() if "y1" in golden.tensors()], ids=lambda golden: golden.prefix
+)
+def test_linear_matches_exllamav3(device, triton_backend, golden):
+    tensors, weight = golden.tensors(), golden.weight(device)
+    for m in (1, 3, 16, 200) if device == "cuda" else (1, 3, 16):
+        y = linear(tensors[f"x{m}"].to(device), weight).cpu().double()
+        expected = tensors[f"y{m}"].double()
+        assert expected.norm() > 0
+        assert (
+            y - expected
+        ).norm() / expected.norm() < 2e-3  # two implementations' roundings: theirs is within 7e-4 of float64
+
+
+@pytest.mark.parametrize("m", [1, 3, 17, DECODE_ROWS + 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_linear_is_right_for_any_number_of_rows(device, triton_backend, dtype, m):
+    weight = random_weight(3, Codebook.MCG, 384, 256, device)
+    x = torch.randn(m, 384).to(dtype).to(device)
+    check(linear(x, weight), x, weight, out_dtype=dtype)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_linear_converts_to_another_dtype_once(device, triton_backend, out_dtype):
+    weight = random_weight(4, Codebook.MUL1, 128, 128, device)
+    x = torch.randn(2, 3, 128, dtype=torch.float32, device=device)
+    check(linear(x, weight, out_dtype=out_dtype), x, weight, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(100, 200), (129, 128), (250, 1)])
+def test_linear_of_padded_sizes_with_bias(device, triton_backend, in_features, out_features):
+    padded = [-(-n // 128) * 128 for n in (in_features, out_features)]
+    weight = random_weight(5, Codebook.THREE_INST, *padded, device, in_features, out_features)
+    bias = torch.randn(padded[1]).half().to(device)
+    weight = TrellisWeight(weight.trellis, weight.suh, weight.svh, weight.codebook, bias, in_features, out_features)
+    x = torch.randn(3, in_features, device=device)
+    for y in (linear(x, weight), *launch(x, [weight], SPLIT_ALL if padded[0] > 128 else None)):
+        check(y, x, weight, out_dtype=torch.float32)
+
+
+def test_linear_of_no_rows(device, triton_backend):
+    weight = random_weight(3, Codebook.MCG, 128, 256, device)
+    for shape in ((0, 128), (2, 0, 128)):
+        y = linear(torch.empty(shape, dtype=torch.bfloat16, device=device), weight, out_dtype=torch.float32)
+        assert y.shape == (*shape[:-1], 256)
+        assert y.dtype == torch.float32
+
+
+def test_linear_takes_strided_inputs(device, triton_backend):
+    weight = random_weight(3, Codebook.MCG, 128, 128, device)
+    wide = torch.randn(2, 3, 384, device=device)
+    for x in (wide[:, :, 128:256], wide[:, :, 1:129], wide[:, ::2, :128], wide.transpose(0, 1)[:, :, :128], wide[:, :, ::3]):
+        assert torch.equal(linear(x, weight), linear(x.contiguous(), weight))
+        check(linear(x, weight), x, weight, out_dtype=torch.float32)
+    column = torch.randn(128, 5, device=device).T
+    assert torch.equal(linear(column, weight), linear(column.contiguous(), weight))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"), [(torch.bfloat16, 1e38), (torch.bfloat16, 1e5), (torch.float32, 1e-30), (torch.float16, 6e4)]
+)
+def test_linear_of_activations_beyond_fp16(device, triton_backend, dtype, magnitude):
+    weight = random_weight(3, Codebook.MCG, 256, 128, device)
+    x = ((torch.rand(4, 256) * 2 - 1).double() * magnitude).to(dtype).to(device)
+    x[1] *= 1e-3
+    for y in (linear(x, weight, out_dtype=torch.float32), *launch(x, [weight], SPLIT_ALL, torch.float32)):
+        assert torch.isfinite(y).all()
+        for row in range(4):
+            check(y[row : row + 1], x[row : row + 1], weight, out_dtype=torch.float32)
+
+
+def test_linear_of_a_large_result(device, triton_backend):
+    """A true output of about 1e6: beyond fp16, so sums and rotations must not pass through it."""
+    weight = random_weight(3, Codebook.MCG, 256, 128, device)
+    x = (torch.randn(3, 256) * 2e6).bfloat16().to(device)
+    y = linear(x, weight)
+    assert y.abs().max() > 1e6
+    check(y, x, weight, out_dtype=torch.bfloat16)
+
+
+def test_linear_keeps_rows_apart(device, triton_backend):
+    """NaN and infinity stay in their rows, and a row's bits do not depend on its neighbours.
+
+    Rows are sums of a few one-hot rows with small integer weights: all sums are exact, so the interpreter's order of
+    summation, which is numpy's, cannot show; the GPU's is tested with any numbers below.
+    """
+    weight = plain(random_weight(3, Codebook.MCG, 256, 128, device))
+    basis = one_hot(torch.arange(256), 256)
+    x = torch.stack([basis[torch.randperm(256)[:3]].sum(0) for _ in range(40)]).to(device)
+    whole = linear(x, weight)
+    assert whole.abs().max() > 1
+    for rows in ((0, 1), (3, 20), (7, 40)):
+        assert torch.equal(linear(x[slice(*rows)], weight), whole[slice(*rows)])
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    spoiled = linear(x, weight)
+    assert not torch.isfinite(spoiled[1:3]).any()
+    assert torch.equal(spoiled[3:], whole[3:])
+    assert torch.equal(spoiled[0], whole[0])
+
+
+@pytest.mark.parametrize("split", [2, 3, 5])
+def test_linear_split_over_k(device, triton_backend, split):
+    weight = random_weight(3, Codebook.MCG, 640, 256, device)
+    steps = -(-5 // split)
+    x = torch.randn(19, 640, device=device)
+    config = LinearConfig(block_m=16, block_k=128, split=-(-5 // steps), num_warps=4, num_stages=1)
+    y = launch(x, [weight], config)[0]
+    check(y, x, weight, out_dtype=torch.float32)
+    torch.testing.assert_close(y, linear(x, weight), rtol=0, atol=64 * 2**-24 * float(y.abs().max()))
+
+
+def test_split_depends_on_the_matrix_and_the_device_alone():
+    for k in (128, 384, 2048, 6144, 18432):
+        for blocks in (1, 4, 16, 48, 1002):
+            for processors in (4, 84, 132, 188):
+                split = _split(k, blocks, processors)
+                steps = -(-(k // 128) // split)
+                assert 1 <= split <= k // 128
+                assert (split - 1) * steps < k // 128 <= split * steps  # every part has work
+                assert {configure(m, k, blocks, processors).split for m in range(1, DECODE_ROWS + 1)} == {split}
+                assert configure(DECODE_ROWS + 1, k, blocks, processors).split == 1
+
+
+def test_linears_of_mixed_formats(device, triton_backend):
+    weights = [
+        random_weight(3, Codebook.MCG, 256, 128, device),
+        random_weight(2.5, Codebook.MUL1, 256, 384, device),
+        random_weight(3, Codebook.MCG, 256, 128, device),
+        random_weight(8, Codebook.THREE_INST, 256, 128, device, 256, 100),
+    ]
+    bias = torch.randn(128).half().to(device)
+    first = weights[0]
+    weights.append(TrellisWeight(first.trellis, first.suh, first.svh, first.codebook, bias, 256, 128))
+    for m in (1, 17):
+        x = torch.randn(m, 256).bfloat16().to(device)
+        for outputs in (linears(x, weights, out_dtype=torch.float32), launch(x, weights, SPLIT_ALL, torch.float32)):
+            assert len(outputs) == len(weights)
+            for y, weight in zip(outputs, weights):
+                check(y, x, weight, out_dtype=torch.float32)
+
+
+def test_linears_of_one_is_linear(device, triton_backend):
+    weight = random_weight(3, Codebook.MCG, 256, 256, device)
+    x = torch.randn(2, 3, 256, device=device)
+    assert torch.equal(linears(x, [weight])[0], linear(x, weight))
+    assert [tuple(y.shape) for y in linears(x[:0], [weight, weight])] == [(0, 3, 256)] * 2
+
+
+def test_linear_on_the_cpu_is_the_reference():
+    weight = random_weight(3, Codebook.MCG, 128, 256, in_features=100, out_features=256)
+    x = torch.randn(5, 100)
+    assert torch.equal(linear(x, weight), reference.linear(x, weight))
+    assert torch.equal(linears(x, [weight], out_dtype=torch.bfloat16)[0], reference.linear(x, weight).bfloat16())
+
+
+@pytest.mark.parametrize("op", [linear, lambda x, w, **options: linears(x, [w], **options)], ids=["linear", "linears"])
+def test_refused_arguments_are_named(op):
+    weight = random_weight(3, Codebook.MCG, 128, 128)
+    with pytest.raises(ValueError, match="int32"):
+        op(torch.zeros(2, 128, dtype=torch.int32), weight)
+    with pytest.raises(ValueError, match="float64"):
+        op(torch.zeros(2, 128, dtype=torch.float64), weight)
+    with pytest.raises(ValueError, match=r"\[2, 127\].*128"):
+        op(torch.zeros(2, 127), weight)
+    with pytest.raises(ValueError, match="out_dtype"):
+        op(torch.zeros(2, 128), weight, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match="meta.*cpu"):
+        op(torch.zeros(2, 128, device="meta"), weight)
+
+
+def test_modes_and_empty_lists_are_refused():
+    weight = random_weight(3, Codebook.MCG, 128, 128)
+    with pytest.raises(ValueError, match="mode='int4'.*exact"):
+        linear(torch.zeros(2, 128), weight, mode="int4")
+    with pytest.raises(ValueError, match="at least one"):
+        linears(torch.zeros(2, 128), [])
+
+
+def op_arguments(x, weight):
+    return (x, weight.trellis, weight.suh, weight.svh, weight.bias, int(weight.codebook), weight.out_features, torch.bfloat16)
+
+
+def test_linear_passes_opcheck(device):
+    weight = random_weight(3, Codebook.MCG, 128, 256, device, 100, 256)
+    x = torch.randn(2, 3, 100, device=device)
+    arguments = op_arguments(x, weight)
+    torch.library.opcheck(torch.ops.exl3_triton.linear.default, arguments)
+    lists = [[a] for a in arguments[1:-1]]
+    torch.library.opcheck(torch.ops.exl3_triton.linears.default, (x, *lists, torch.bfloat16))
+
+
+def test_linear_compiles_once_for_all_row_counts(device):
+    weights = [random_weight(3, Codebook.MCG, 128, 128, device), random_weight(4, Codebook.MUL1, 128, 256, device)]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    def two(x):
+        return [linear(x, weights[0]) + 1, *linears(x, weights)]
+
+    for m in (2, 3, 40, 100):
+        x = torch.randn(m, 128, device=device)
+        expected = [linear(x, weights[0]) + 1, *linears(x, weights)]
+        for got, want in zip(two(x), expected):
+            assert torch.equal(got, want)
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
+def test_every_row_of_a_matrix_comes_back_on_a_gpu(bits, codebook):
+    weight = plain(random_weight(bits, codebook, 2048, 384, "cuda"))
+    expected = butterfly(reference.decode(weight.trellis.cpu(), codebook))
+    for m in (1, 16, 64, 200):
+        for first in range(0, 2048, 2048 if m == 1 else 256):
+            rows = torch.arange(first, min(first + m, 2048))
+            assert torch.equal(linear(one_hot(rows, 2048).cuda(), weight).cpu(), expected[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "n"), [(6144, 2048), (2048, 6144), (384, 2304), (4096, 128), (6144, 512), (512, 4352)])
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 300])
+def test_linear_of_large_matrices(k, n, m):
+    weight = random_weight(3, Codebook.MCG, k, n, "cuda")
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    check(linear(x, weight), x, weight, out_dtype=torch.bfloat16)
+    check(linear(x, weight, out_dtype=torch.float32), x, weight, out_dtype=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "n"), [(6144, 512), (2048, 6144)])
+def test_rows_have_the_same_bits_in_any_batch(k, n):
+    weights = [random_weight(3, Codebook.MCG, k, n, "cuda"), random_weight(2.5, Codebook.MUL1, k, 640, "cuda")]
+    x = torch.randn(300, k, device="cuda").bfloat16()
+    for first, sizes in ((1, range(1, DECODE_ROWS + 1)), (DECODE_ROWS + 1, (65, 100, 128, 299))):
+        alone = linears(x[:first], weights, out_dtype=torch.float32)
+        for m in sizes:
+            for got, want in zip(linears(x[:m], weights, out_dtype=torch.float32), alone):
+                assert torch.equal(got[:first], want), m
+    ends = [linears(x[m - 1 : m], weights)[0] for m in (1, 30, 64)]
+    whole = linears(x[:64], weights)[0]
+    for end, m in zip(ends, (1, 30, 64)):
+        assert torch.equal(end[0], whole[m - 1])
+
+
+@pytest.mark.gpu
+def test_two_regimes_differ_by_the_order_of_summation_alone():
+    weight = random_weight(3, Codebook.MCG, 6144, 512, "cuda")
+    x = torch.randn(DECODE_ROWS + 1, 6144, device="cuda")
+    decode, prefill = linear(x[:DECODE_ROWS], weight), linear(x, weight)[:DECODE_ROWS]
+    # k products summed in fp32 in two orders: 2 sqrt(k) roundings of the running sum, about the result's size
+    assert (decode - prefill).norm() / prefill.norm() < 2 * 6144**0.5 * 2**-24
+
+
+@pytest.mark.gpu
+def test_repeats_are_bit_identical():
+    weights = [random_weight(3, Codebook.MCG, 4096, 512, "cuda"), random_weight(4, Codebook.MUL1, 4096, 512, "cuda")]
+    x = torch.randn(8, 4096, device="cuda").bfloat16()
+    first = linears(x, weights)
+    for _ in range(200):
+        assert all(torch.equal(a, b) for a, b in zip(linears(x, weights), first))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 17, 100])
+def test_a_captured_graph_follows_its_inputs(m):
+    weights = [random_weight(3, Codebook.MCG, 2048, 512, "cuda"), random_weight(4, Codebook.MUL1, 2048, 512, "cuda")]
+    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    linears(x, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = linears(x, weights)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, linears(x, weights)))
+
+
+@pytest.mark.gpu
+def test_two_streams_do_not_share_scratch():
+    weight = random_weight(3, Codebook.MCG, 6144, 512, "cuda")
+    inputs = [torch.randn(4, 6144, device="cuda") for _ in range(2)]
+    expected = [linear(x, weight) for x in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(50):
+        results = []
+        for stream, x in zip(streams, inputs):
+            with torch.cuda.stream(stream):
+                results.append([linear(x, weight) for _ in range(4)])
+        torch.cuda.synchronize()
+        for got, want in zip(results, expected):
+            assert all(torch.equal(y, want) for y in got)
+
+
+@pytest.mark.multi_gpu
+def test_weights_on_another_device_than_the_current_one():
+    weight = random_weight(3, Codebook.MCG, 512, 256, "cuda:1")
+    x = torch.randn(3, 512, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    check(linear(x, weight), x, weight, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="cuda:0.*cuda:1"):
+        linear(x.to("cuda:0"), weight)
