@@ -34,8 +34,9 @@ from triton.compiler import ASTSource
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import layout_variant_for
-from exl3_triton.ops.linear import _product_kernel, _reduce_kernel, configure
+from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
+from exl3_triton.ops.tuning import Device, select_linear
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121", "gfx942", "gfx1100", "gfx1201")
 SHARED_LIMIT = 99 * 1024  # bytes that a block may use on sm_86, 89 and 120; the smallest of the targets
@@ -229,7 +230,9 @@ def audit_linear(
 ) -> AuditReport:
     """The product kernel of `ops.linear` for one matrix [k, n], with the settings that a call of `rows` rows uses."""
     twice_bits, blocks = round(2 * bits), n // 128
-    config = configure(rows, k, blocks, 1)
+    config = select_linear(rows, k, blocks, Device(_family(gpu), 1))
+    if config is None:
+        raise ValueError(f"rows {rows}: the weights are decoded once there; audit the kernel `decode`")
     constants = {
         "K": k,
         "CLASSES": ((twice_bits, int(codebook), n, n, 0, 0, 1, 0),),
@@ -253,25 +256,38 @@ def audit_linear(
         signature,
         constants,
         gpu,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.registers},
         labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": constants["VARIANT"]},
         weights_per_thread=128 * config.block_k // (32 * config.num_warps),
         activation_bytes=2 * config.block_m * config.block_k,
     )
 
 
-def audit_reduce(gpu: GPUTarget, rows: int, *, n: int = 4096, split: int = 8) -> AuditReport:
+def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
-    config = configure(rows, 4096, n // 128, 1)
-    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "BLOCK_M": config.block_m, "SPLIT": split}
+    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split}
     signature = {"exponents": "*i32", "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
-    return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"rows": rows, "split": split})
+    return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
+
+
+def audit_decode(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
+    """The kernel that decodes a matrix once for many rows."""
+    constants = {"N": 4096, "K": 4096, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
+    constants["VARIANT"] = layout_variant_for(gpu.backend, gpu.arch)
+    signature = {"words": "*i32", "out": "*fp16", "first": "i32"}
+    return audit(
+        _decode_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"bits": bits, "codebook": codebook.label}
+    )
+
+
+def _family(gpu: GPUTarget) -> str:
+    return "hip" if gpu.backend == "hip" else "sm_90" if gpu.arch == 90 else "cuda"
 
 
 def audit_rotate_input(gpu: GPUTarget, *, k: int = 4096, matrices: int = 2) -> AuditReport:
     """The rotation of the activations, bf16 in."""
     variant = layout_variant_for(gpu.backend, gpu.arch)
-    constants = {"D": k, "K": k, "GROUPS": 16, "ALIGN": 8, "VARIANT": variant}
+    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant}
     signature = {"x": "*bf16", "suh": ("*fp16",) * matrices, "xh": "*fp16", "exponents": "*i32", "stride": "i32"}
     return audit(_rotate_input_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"matrices": matrices})
 
@@ -327,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", default="mcg.3", help='codebook and bits a weight, such as mcg.3,mul1.2.5, or "all"')
     parser.add_argument("--rows", default="16", help="row counts of the linear kernel, comma-separated")
     parser.add_argument("--split", type=int, default=1, help="parts of k of the linear kernel (default 1)")
-    parser.add_argument("--kernels", default="linear", help="of linear, reduce, rotate, dequantize, comma-separated")
+    parser.add_argument("--kernels", default="linear", help="of linear, reduce, rotate, decode, dequantize, comma-separated")
     parser.add_argument("--layouts", action="store_true", help="the linear kernel in all four decode layouts")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(argv)
@@ -339,8 +355,10 @@ def main(argv: list[str] | None = None) -> int:
             if "rotate" in kernels:
                 yield audit_rotate_input(gpu)
             if "reduce" in kernels:
-                yield from (audit_reduce(gpu, int(rows)) for rows in args.rows.split(","))
+                yield audit_reduce(gpu)
             for bits, codebook in formats:
+                if "decode" in kernels:
+                    yield audit_decode(gpu, bits, codebook)
                 if "dequantize" in kernels:
                     yield from (audit_dequantize(gpu, bits, codebook, rotated=rotated) for rotated in (True, False))
                 if "linear" in kernels:

@@ -191,7 +191,9 @@ def moe(x: Tensor, experts: ExpertWeights, topk_ids: Tensor, topk_weights: Tenso
         act = swiglu(_matmul(hidden, *gate, e)[:, :width], _matmul(hidden, *up, e)[:, :width], limit)
         act = F.pad(act, (0, down[0].padded_in - width))
         routed[token, slot] = _matmul(act, *down, e)[:, : experts.hidden_size]
-    return einsum(routed, topk_weights.to(x.dtype), "token slot hidden, token slot -> token hidden")
+    valid = (topk_ids >= 0) & (topk_ids < experts.num_experts)
+    weights = torch.where(valid, topk_weights, 0).to(x.dtype)  # whatever stands beside an ignored id, also NaN
+    return einsum(routed, weights, "token slot hidden, token slot -> token hidden")
 
 
 def router(

@@ -29,9 +29,9 @@ def warmup(obj: Any, max_tokens: int) -> None:
     """Compile every kernel that calls of 1..max_tokens rows on `obj` can reach, by running each class of sizes once.
 
     obj: a `Transformer` (prefill and decode, over a scratch cache that is freed again), an `nn.Module` with `Exl3Linear`s
-    in it (each in fp16, bf16 and fp32), or `ExpertWeights` with the number of experts a token as `(experts, top_k)`. On a CPU there
-    is nothing to compile. Raises ValueError when max_tokens < 1, or above a Transformer's max_context, TypeError for other
-    objects.
+    in it (each in fp16, bf16 and fp32), or `ExpertWeights` with the number of experts a token as `(experts, top_k)`. On a
+    CPU there is nothing to compile. Raises ValueError when max_tokens < 1, or above a Transformer's max_context, TypeError
+    for other objects.
     """
     if max_tokens < 1:
         raise ValueError(f"warmup: max_tokens={max_tokens}: must be positive")
@@ -52,7 +52,9 @@ def warmup(obj: Any, max_tokens: int) -> None:
             for rows in row_counts(max_tokens):
                 x = torch.zeros(rows, experts.hidden_size, dtype=dtype, device=experts.device)
                 ids = torch.arange(top_k, device=experts.device).expand(rows, top_k)
-                ops.moe(x, experts, ids, torch.ones(rows, top_k, device=experts.device))
+                weights = torch.ones(rows, top_k, device=experts.device)
+                for id_type in (torch.int32, torch.int64):
+                    ops.moe(x, experts, ids.to(id_type), weights)
     else:
         raise TypeError(f"warmup: found {type(obj).__name__}, required a Transformer, an nn.Module or (ExpertWeights, top_k)")
 

@@ -17,7 +17,7 @@ import torch
 
 from autotune.audit import audit, target
 from exl3_triton.format import Codebook
-from exl3_triton.ops.layout import layout_variant_for
+from exl3_triton.ops.layout import K_ORDER4, layout_variant_for
 from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 
 # by name, because `exl3_triton.ops.moe` is the op
@@ -82,8 +82,9 @@ def main() -> None:
         gpu = target(name)
         found: dict[str, dict] = {}
         labels: dict[str, Any] = {}
-        moe._variant = lambda _, block_m, gpu=gpu: layout_variant_for(  # type: ignore[assignment]
-            gpu.backend, 80 if gpu.backend == "cuda" and block_m < 16 else gpu.arch
+        older_order = layout_variant_for("cuda", 80) & K_ORDER4 if gpu.backend == "cuda" else 0
+        moe._variant = lambda _, block_m, gpu=gpu, older=older_order: (  # type: ignore[assignment]
+            layout_variant_for(gpu.backend, gpu.arch) | (older if block_m < 16 else 0)
         )
         record(moe, ("prologue_kernel", "expert_gemm_kernel", "activation_kernel", "combine_kernel"), gpu, found, labels)
         record(router, ("_logits_kernel", "_select_kernel"), gpu, found, labels)

@@ -74,7 +74,7 @@ def test_rotating_twice_gives_the_input(device):
 
 
 def test_scale_by_power_reaches_the_whole_range_of_fp32(device):
-    exponents = torch.arange(-252, 255, dtype=torch.int32)
+    exponents = torch.arange(-251, 254, dtype=torch.int32)
     exponents = torch.cat([exponents, torch.zeros(512 - len(exponents), dtype=torch.int32)])
     x = torch.randn(512).abs().clamp(0.5, 1.0).double()
     x = torch.ldexp(x, (-exponents).clamp(-126, 126).double()).float()  # so that the result is a normal number
@@ -82,9 +82,7 @@ def test_scale_by_power_reaches_the_whole_range_of_fp32(device):
     _scale_kernel[(1,)](x.to(device), exponents.to(device), powers, scaled, 512)
     assert torch.equal(powers.cpu().double(), torch.exp2(exponents.clamp(-126, 127).double()))
     exact = torch.ldexp(x.double(), exponents.double())
-    normal = (exact.abs() < 3e38) & (exact.abs() > 2**-126)
-    assert normal.sum() > 200
-    assert torch.equal(scaled.cpu().double()[normal], exact[normal])
+    assert torch.equal(scaled.cpu().double(), exact)
 
 
 @pytest.mark.parametrize("variant", range(4))
@@ -103,7 +101,7 @@ def test_launch_rotate_input_extends_with_zeros(device, width):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("magnitude", [1e-34, 1e-20, 1e-3, 1e5, 1e20, 3e38])
+@pytest.mark.parametrize("magnitude", [1e-28, 1e-20, 1e-3, 1e5, 1e20, 3e38])
 def test_launch_rotate_input_of_any_magnitude(device, dtype, magnitude):
     x = (torch.rand(2, 256) * 2 - 1).double() * magnitude
     x[1] /= 1e3

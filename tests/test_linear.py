@@ -2,6 +2,8 @@
 rows.
 """
 
+import sys
+
 import pytest
 import torch
 from golden import matrices
@@ -10,7 +12,8 @@ from test_trellis import FORMATS, format_id, random_weight
 
 from exl3_triton import reference
 from exl3_triton.format import Codebook, TrellisWeight
-from exl3_triton.ops.linear import DECODE_ROWS, LinearConfig, _launch_linears, _split, configure, linear, linears
+from exl3_triton.ops.linear import _launch_linears, linear, linears
+from exl3_triton.ops.tuning import Device, LinearConfig, device_of, regimes, select_linear
 
 pytest.importorskip("triton")
 
@@ -74,9 +77,12 @@ def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, 
     assert torch.equal(y, butterfly(stored))
 
 
-def test_linear_of_one_hot_rows_above_the_decode_window(device, triton_backend):
+@pytest.mark.parametrize("m", [17, 33, 65, 256])
+def test_linear_of_one_hot_rows_in_the_other_regimes(device, triton_backend, m, monkeypatch):
+    """The last one decodes once; with little scratch it does so in two slices of the columns."""
+    monkeypatch.setattr(sys.modules["exl3_triton.ops.linear"], "SCRATCH_ELEMENTS", 128 * 128)
     weight = plain(random_weight(2.5, Codebook.MUL1, 128, 256, device))
-    rows = torch.arange(DECODE_ROWS + 1) + 20
+    rows = torch.arange(m) % 128
     y = linear(one_hot(rows, 128).to(device), weight).cpu()
     assert torch.equal(y, butterfly(reference.decode(weight.trellis.cpu(), Codebook.MUL1)[rows]))
 
@@ -95,7 +101,7 @@ def test_linear_matches_exllamav3(device, triton_backend, golden):
         ).norm() / expected.norm() < 2e-3  # two implementations' roundings: theirs is within 7e-4 of float64
 
 
-@pytest.mark.parametrize("m", [1, 3, 17, DECODE_ROWS + 3])
+@pytest.mark.parametrize("m", [1, 3, 17, 67, 257])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_linear_is_right_for_any_number_of_rows(device, triton_backend, dtype, m):
     weight = random_weight(3, Codebook.MCG, 384, 256, device)
@@ -116,7 +122,7 @@ def test_linear_of_padded_sizes_with_bias(device, triton_backend, in_features, o
     weight = random_weight(5, Codebook.THREE_INST, *padded, device, in_features, out_features)
     bias = torch.randn(padded[1]).half().to(device)
     weight = TrellisWeight(weight.trellis, weight.suh, weight.svh, weight.codebook, bias, in_features, out_features)
-    x = torch.randn(3, in_features, device=device)
+    x = torch.randn(40, in_features, device=device)
     for y in (linear(x, weight), *launch(x, [weight], SPLIT_ALL if padded[0] > 128 else None)):
         check(y, x, weight, out_dtype=torch.float32)
 
@@ -196,12 +202,18 @@ def test_split_depends_on_the_matrix_and_the_device_alone():
     for k in (128, 384, 2048, 6144, 18432):
         for blocks in (1, 4, 16, 48, 1002):
             for processors in (4, 84, 132, 188):
-                split = _split(k, blocks, processors)
-                steps = -(-(k // 128) // split)
-                assert 1 <= split <= k // 128
-                assert (split - 1) * steps < k // 128 <= split * steps  # every part has work
-                assert {configure(m, k, blocks, processors).split for m in range(1, DECODE_ROWS + 1)} == {split}
-                assert configure(DECODE_ROWS + 1, k, blocks, processors).split == 1
+                for family in ("sm_90", "cuda", "hip", "host"):
+                    first = 1
+                    for regime in regimes(family):
+                        device = Device(family, processors)
+                        last = min(regime.rows, 1000)
+                        (config,) = {select_linear(m, k, blocks, device) for m in range(first, last + 1, 7)}
+                        steps = -(-(k // config.block_k) // config.split)
+                        assert 1 <= config.split <= k // config.block_k
+                        assert (config.split - 1) * steps < k // config.block_k <= config.split * steps  # no part is empty
+                        first = regime.rows + 1
+                    if family != "hip":
+                        assert select_linear(first, k, blocks, device) is None  # decode once
 
 
 def test_linears_of_mixed_formats(device, triton_backend):
@@ -318,24 +330,29 @@ def test_linear_of_large_matrices(k, n, m):
 def test_rows_have_the_same_bits_in_any_batch(k, n):
     weights = [random_weight(3, Codebook.MCG, k, n, "cuda"), random_weight(2.5, Codebook.MUL1, k, 640, "cuda")]
     x = torch.randn(300, k, device="cuda").bfloat16()
-    for first, sizes in ((1, range(1, DECODE_ROWS + 1)), (DECODE_ROWS + 1, (65, 100, 128, 299))):
+    first = 1
+    for regime in regimes(device_of(x.device).family):
+        last = min(regime.rows, 300)
         alone = linears(x[:first], weights, out_dtype=torch.float32)
-        for m in sizes:
+        for m in range(first, last + 1, 1 if last <= 64 else 17):
             for got, want in zip(linears(x[:m], weights, out_dtype=torch.float32), alone):
                 assert torch.equal(got[:first], want), m
-    ends = [linears(x[m - 1 : m], weights)[0] for m in (1, 30, 64)]
-    whole = linears(x[:64], weights)[0]
-    for end, m in zip(ends, (1, 30, 64)):
+        first = last + 1
+    ends = [linears(x[m - 1 : m], weights)[0] for m in (1, 7, 16)]
+    whole = linears(x[:16], weights)[0]
+    for end, m in zip(ends, (1, 7, 16)):
         assert torch.equal(end[0], whole[m - 1])
 
 
 @pytest.mark.gpu
-def test_two_regimes_differ_by_the_order_of_summation_alone():
+def test_regimes_differ_by_the_order_of_summation_alone():
     weight = random_weight(3, Codebook.MCG, 6144, 512, "cuda")
-    x = torch.randn(DECODE_ROWS + 1, 6144, device="cuda")
-    decode, prefill = linear(x[:DECODE_ROWS], weight), linear(x, weight)[:DECODE_ROWS]
-    # k products summed in fp32 in two orders: 2 sqrt(k) roundings of the running sum, about the result's size
-    assert (decode - prefill).norm() / prefill.norm() < 2 * 6144**0.5 * 2**-24
+    x = torch.randn(600, 6144, device="cuda")
+    one = linear(x[:16], weight)
+    for m in (20, 40, 100, 300, 600):
+        other = linear(x[:m], weight)[:16]
+        # k products summed in fp32 in two orders: 2 sqrt(k) roundings of the running sum, about the result's size
+        assert (one - other).norm() / other.norm() < 2 * 6144**0.5 * 2**-24
 
 
 @pytest.mark.gpu

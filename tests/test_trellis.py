@@ -8,6 +8,7 @@ from exl3_triton import reference
 from exl3_triton.format import TWICE_BITS, Codebook, TrellisWeight
 from exl3_triton.ops.trellis import (
     NVIDIA,
+    _decode_pair_ptx,
     _decode_state,
     decode_tiles,
     dequantize,
@@ -40,7 +41,13 @@ def same_bits(a, b):
 @triton.jit
 def _states_kernel(out, CODEBOOK: tl.constexpr, BLOCK: tl.constexpr, VARIANT: tl.constexpr):
     state = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + state, _decode_state(state.to(tl.uint32), CODEBOOK, VARIANT))
+    state = state.to(tl.uint32)
+    if VARIANT:  # the window between other bits, twice
+        value, twin = _decode_pair_ptx(0xA5000000 | (state << 8) | 0x5A, 8, 8, CODEBOOK)
+        value = tl.where(value == twin, value, 65504.0)
+    else:
+        value = _decode_state(state, CODEBOOK)
+    tl.store(out + tl.cast(state, tl.int32), value)
 
 
 @triton.jit
@@ -153,7 +160,7 @@ def test_dequantize_passes_opcheck(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=not_on_amd if v & NVIDIA else ()) for v in range(8)])
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=not_on_amd if v & NVIDIA else ()) for v in range(16)])
 @pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
 def test_decode_tiles_of_large_matrices(bits, codebook, variant):
     weight = random_weight(bits, codebook, 1024, 2048)

@@ -13,7 +13,8 @@ from ._triton import tl, triton
 from .layout import k_position, layout_variant
 
 NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-_BLOCK_GROUPS = 16  # groups of 128 that one program of the input rotation takes
+_FEW_ROWS = 64  # up to here one launch rotates the input, each program scanning its whole row for the scale; above, two do
+_TILE_ROWS = 8
 
 
 @triton.jit
@@ -85,6 +86,28 @@ def rotate_scaled(x, suh, shift, ROWS: tl.constexpr):
     return rotate_rows((suh * power_of_two(half)) * x * power_of_two(shift - half), ROWS).to(tl.float16)
 
 
+@triton.jit
+def _pick_scales(suh, matrix):
+    scales = suh[0]
+    for i in tl.static_range(1, len(suh)):
+        if matrix == i:
+            scales = suh[i]
+    return scales
+
+
+@triton.jit
+def _shift_of_row(x_row, scales, D: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr):
+    """`row_shift` of one row of activations, all of it."""
+    at = tl.arange(0, GROUPS * 128)
+    bound = tl.full((GROUPS * 128,), -254, tl.int32)
+    for i in tl.static_range((K + GROUPS * 128 - 1) // (GROUPS * 128)):  # unrolled: all loads in flight at once
+        k = i * (GROUPS * 128) + at
+        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+        bound = tl.maximum(bound, exponent_of(value) + exponent_of(scale))
+    return row_shift(tl.max(bound))
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _rotate_input_kernel(
     x,
@@ -98,23 +121,14 @@ def _rotate_input_kernel(
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
+    """Few rows. Program (row, chunk of GROUPS rotation blocks, matrix); each scans its whole row for the scale."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     matrix = tl.program_id(2)
-    scales = suh[0]
-    for i in tl.static_range(1, len(suh)):
-        if matrix == i:
-            scales = suh[i]
+    scales = _pick_scales(suh, matrix)
     x_row = x + row * tl.multiple_of(stride, ALIGN)
-    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    bound = tl.full((GROUPS, 128), -254, tl.int32)
-    for start in range(0, K, GROUPS * 128):
-        k = start + at
-        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
-        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-        bound = tl.maximum(bound, exponent_of(value) + exponent_of(scale))
-    shift = row_shift(tl.max(bound))
-    k = chunk * (GROUPS * 128) + at
+    shift = _shift_of_row(x_row, scales, D, K, GROUPS)
+    k = chunk * (GROUPS * 128) + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
     scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
     rotated = rotate_scaled(value, scale, shift, GROUPS)
@@ -122,6 +136,44 @@ def _rotate_input_kernel(
     tl.store(xh_row + k_position(k, VARIANT), rotated, mask=k < K)
     if chunk == 0:
         tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _row_exponents_kernel(
+    x, suh, exponents, stride, D: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Many rows, first pass. Program (row, matrix): minus the row's shift."""
+    row = tl.program_id(0).to(tl.int64)
+    matrix = tl.program_id(1)
+    shift = _shift_of_row(x + row * tl.multiple_of(stride, ALIGN), _pick_scales(suh, matrix), D, K, GROUPS)
+    tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
+
+
+@triton.jit(do_not_specialize=["m", "stride"])
+def _rotate_tiles_kernel(
+    x,
+    suh,
+    xh,
+    exponents,
+    m,
+    stride,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Many rows, second pass. Program (ROWS rows, rotation block, matrix)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
+    matrix = tl.program_id(2)
+    live = rows < m
+    x_rows = x + rows.to(tl.int64) * tl.multiple_of(stride, ALIGN)
+    value = tl.load(x_rows + k, mask=live & (k < D), other=0.0).to(tl.float32)
+    scale = tl.load(_pick_scales(suh, matrix) + k, mask=k < D, other=0.0).to(tl.float32)
+    shift = -tl.load(exponents + matrix * m + rows, mask=live, other=0)
+    rotated = rotate_scaled(value, scale, shift, ROWS)
+    tl.store(xh + (matrix * m + rows).to(tl.int64) * K + k_position(k, VARIANT), rotated, mask=live)
 
 
 def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int | None = None) -> tuple[Tensor, Tensor]:
@@ -134,18 +186,17 @@ def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int 
     m, width = x.shape
     xh = torch.empty((len(suh), m, padded), dtype=torch.float16, device=x.device)
     exponents = torch.empty((len(suh), m), dtype=torch.int32, device=x.device)
-    groups = min(_BLOCK_GROUPS, triton.next_power_of_2(padded // 128))
-    _rotate_input_kernel[(m, triton.cdiv(padded, groups * 128), len(suh))](
-        x,
-        tuple(suh),
-        xh,
-        exponents,
-        x.stride(0) if m > 1 else width,
-        D=width,
-        K=padded,
-        GROUPS=groups,
-        ALIGN=8 if (x.stride(0) if m > 1 else width) % 8 == 0 else 1,
-        VARIANT=layout_variant(x.device) if variant is None else variant,
-        num_warps=4,
-    )
+    stride = x.stride(0) if m > 1 else width
+    sizes = {"D": width, "K": padded, "ALIGN": 8 if stride % 8 == 0 else 1}
+    variant = layout_variant(x.device) if variant is None else variant
+    count = len(suh)
+    if m <= _FEW_ROWS:
+        groups = min(4, triton.next_power_of_2(padded // 128))
+        grid = (m, triton.cdiv(padded, groups * 128), count)
+        _rotate_input_kernel[grid](x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=4, **sizes)
+        return xh, exponents
+    groups = min(16, triton.next_power_of_2(padded // 128))
+    _row_exponents_kernel[(m, count)](x, tuple(suh), exponents, stride, GROUPS=groups, num_warps=4, **sizes)
+    grid = (triton.cdiv(m, _TILE_ROWS), padded // 128, count)
+    _rotate_tiles_kernel[grid](x, tuple(suh), xh, exponents, m, stride, ROWS=_TILE_ROWS, VARIANT=variant, num_warps=4, **sizes)
     return xh, exponents

@@ -1,21 +1,21 @@
-"""y = rotate(rotate(x * suh) W_rotated) * svh + bias over EXL3 matrices, decoding the weights inside the product.
+"""y = rotate(rotate(x * suh) W_rotated) * svh + bias over EXL3 matrices.
 
-Three launches at most: the rotation of the activations (`hadamard.launch_rotate_input`), the product, and, where the
-product is split over k, a reduction. The last one writes y: output rotation, svh, the row's power of two, bias and the cast
-in one place.
+Up to a few hundred rows the weights are decoded inside the product, in three launches at most: the rotation of the
+activations (`hadamard.launch_rotate_input`), the product, and, where it is split over k, a reduction. The last one writes y:
+output rotation, svh, the row's power of two, bias and the cast in one place. With more rows the weights are decoded once
+into fp16 scratch and `torch.mm` does the product (`_decode_once`).
 
 The product has weights as its first operand and tokens as its second, so the decoded tile never leaves registers and a few
 tokens cost a small instruction. A program owns 128 output features (a rotation block) of BLOCK_M tokens. Matrices of one
 call share the launch; those equal in format and size ("a class") share code, the others get a branch of their own with
 every size a constant.
 
-Rows up to DECODE_ROWS are one regime: the split over k depends on the matrices and the device, not on the number of rows,
-so a row gives the same bits in any batch of that regime. Above, k is not split.
+The split over k depends on the matrices, the device and the regime (`tuning.regimes`), not on the number of rows: a row gives
+the same bits in any batch of its regime.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,25 +25,12 @@ from ..format import Codebook, TrellisWeight
 from ._args import FLOATS, as_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
-from .hadamard import launch_rotate_input, rotate_columns, scale_by_power
+from .hadamard import launch_rotate_input, rotate_columns, rotate_rows, scale_by_power
 from .layout import layout_variant
-from .trellis import decode_tiles, trellis_words
+from .trellis import decode_tiles, tile_address, trellis_words
+from .tuning import LinearConfig, device_of, select_linear
 
-DECODE_ROWS = 64
-_BLOCK_K = 128
-_MIN_STEPS = 4  # k blocks that a program should have at least: fewer, and writing and reducing its partial sums outweighs them
-_HOST_PROCESSORS = 4  # what the interpreter splits for
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    """Launch parameters: tokens and k of a block, parts of k, warps, software pipeline stages."""
-
-    block_m: int
-    block_k: int
-    split: int
-    num_warps: int
-    num_stages: int
+SCRATCH_ELEMENTS = 1 << 27  # fp16 weights that `_decode_once` holds at a time: 256 MiB
 
 
 @dataclass(frozen=True)
@@ -117,9 +104,7 @@ def _product_kernel(
     SPLIT: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [token block, part, BLOCKS *
-    128, BLOCK_M].
-    """
+    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128]."""
     block = tl.program_id(0)
     part = tl.program_id(1)
     m0 = tl.program_id(2) * BLOCK_M
@@ -160,8 +145,19 @@ def _product_kernel(
                     BLOCK_M,
                 )
             else:
-                base = partial + ((tl.program_id(2) * SPLIT + part).to(tl.int64) * BLOCKS + block) * (128 * BLOCK_M)
-                tl.store(base + tl.arange(0, 128)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :], acc)
+                n = tl.arange(0, 128)[:, None]
+                at = ((part * BLOCKS + block).to(tl.int64) * m + rows.to(tl.int64)[None, :]) * 128 + n
+                tl.store(partial + at, acc, mask=(rows < m)[None, :])
+
+
+@triton.jit
+def _finish_rows(acc, exponents, svh, bias, y, rows, live, column, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
+    """Raw products fp32 [ROWS, 128] -> y[rows, column]; rows and live [ROWS, 1], column [1, 128]."""
+    result = rotate_rows(acc, ROWS) * tl.load(svh + column).to(tl.float32)
+    result = scale_by_power(result, tl.load(exponents + rows, mask=live, other=0))
+    if BIAS:
+        result += tl.load(bias + column).to(tl.float32)
+    tl.store(y + rows.to(tl.int64) * OUT + column, result.to(y.dtype.element_ty), mask=live & (column < OUT))
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -174,56 +170,112 @@ def _reduce_kernel(
     m,
     CLASSES: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (output block, token block): the parts of k added in their order, then y."""
+    """Program (output block, row): the parts of k added in their order, then y."""
     block = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    base = partial + (tl.program_id(1).to(tl.int64) * (SPLIT * BLOCKS) + block) * (128 * BLOCK_M)
-    at = tl.arange(0, 128)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    acc = tl.zeros((128, BLOCK_M), tl.float32)
-    for _ in range(SPLIT):
-        acc += tl.load(base + at)
-        base += BLOCKS * 128 * BLOCK_M
+    row = tl.program_id(1) + tl.zeros((1, 1), tl.int32)
+    n = tl.arange(0, 128)[None, :]
+    part = partial + (block.to(tl.int64) * m + row) * 128 + n
+    acc = tl.zeros((1, 128), tl.float32)
+    for _ in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
+        acc += tl.load(part)
+        part += (BLOCKS * m).to(tl.int64) * 128
     for c in tl.static_range(len(CLASSES)):
         if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
             blocks_each: tl.constexpr = CLASSES[c][2] // 128
             index = (block - CLASSES[c][7]) // blocks_each
-            _write_output(
+            _finish_rows(
                 acc,
-                exponents,
+                exponents + (CLASSES[c][5] + index) * m,
                 _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
                 _pick(bias, index, CLASSES[c][5], CLASSES[c][6]),
                 _pick(y, index, CLASSES[c][5], CLASSES[c][6]),
-                CLASSES[c][5] + index,
-                rows,
-                m,
-                (block - CLASSES[c][7]) % blocks_each * 128,
+                row,
+                row < m,
+                (block - CLASSES[c][7]) % blocks_each * 128 + n,
                 CLASSES[c][3],
                 CLASSES[c][4],
-                BLOCK_M,
+                1,
             )
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _HOST_PROCESSORS
+@triton.jit
+def _decode_kernel(
+    words,
+    out,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] as stored, k in the order of
+    `k_order`.
+    """
+    block = tl.program_id(0)
+    kb = tl.program_id(1)
+    tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
+    w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
+    n = block * 128 + tl.arange(0, 128)
+    tl.store(out + n.to(tl.int64)[:, None] * K + (kb * 128 + tl.arange(0, 128))[None, :], w)
 
 
-def _split(k: int, blocks: int, processors: int) -> int:
-    """Parts of k for about two programs a multiprocessor, none of them empty; the same for every number of rows."""
-    steps = k // _BLOCK_K
-    parts = max(1, min(2 * processors // blocks, steps // _MIN_STEPS))
-    return -(-steps // -(-steps // parts))
+@triton.jit(do_not_specialize=["m", "first", "width"])
+def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
+    """Program (128 output features from feature 128 `first` on, ROWS rows) of raw products [m, width]."""
+    n = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    live = rows < m
+    acc = tl.load(raw + rows.to(tl.int64) * width + n, mask=live, other=0.0)
+    _finish_rows(acc, exponents, svh, bias, y, rows, live, first * 128 + n, OUT, BIAS, ROWS)
 
 
-def configure(m: int, k: int, blocks: int, processors: int) -> LinearConfig:
-    if m > DECODE_ROWS:
-        return LinearConfig(block_m=64, block_k=_BLOCK_K, split=1, num_warps=8, num_stages=1)
-    block_m = max(16, triton.next_power_of_2(m))
-    split = _split(k, blocks, processors)
-    return LinearConfig(block_m=block_m, block_k=_BLOCK_K, split=split, num_warps=8 if block_m == 64 else 4, num_stages=1)
+def _decode_once(
+    xh: Tensor, exponents: Tensor, trellis: Tensor, svh: Tensor, bias: Tensor | None, codebook: int, y: Tensor
+) -> None:
+    """One matrix for many rows: W_rotated into fp16 scratch, `torch.mm` into fp32, then the output's end.
+
+    xh fp16 [m, K], exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS fp16 weights (or 128 columns of
+    them) and fp32 [m, as many columns], for one slice of the columns at a time.
+    """
+    m, k = xh.shape
+    columns = trellis.shape[1] * 16
+    width = min(columns, max(128, SCRATCH_ELEMENTS // k // 128 * 128))
+    weights = torch.empty((width, k), dtype=torch.float16, device=xh.device)
+    rows = 8
+    for start in range(0, columns, width):
+        size = min(width, columns - start)
+        _decode_kernel[(size // 128, k // 128)](
+            trellis_words(trellis),
+            weights,
+            start // 128,
+            N=columns,
+            K=k,
+            TWICE_BITS=trellis.shape[2] // 8,
+            CODEBOOK=codebook,
+            VARIANT=layout_variant(xh.device),
+            num_warps=4,
+        )
+        if xh.is_cuda:
+            raw = torch.mm(xh, weights[:size].t(), out_dtype=torch.float32)
+        else:  # the interpreter's host has no fp16 product with fp32 results
+            raw = xh.float() @ weights[:size].t().float()
+        _finish_kernel[(size // 128, triton.cdiv(m, rows))](
+            raw,
+            exponents,
+            svh,
+            svh if bias is None else bias,
+            y,
+            m,
+            start // 128,
+            size,
+            OUT=y.shape[-1],
+            BIAS=bias is not None,
+            ROWS=rows,
+            num_warps=4,
+        )
 
 
 def _launch_linears(
@@ -254,14 +306,19 @@ def _launch_linears(
         blocks += classes[-1].count * (classes[-1].padded_out // 128)
     padded_in = trellises[0].shape[0] * 16
     if config is None:
-        config = configure(m, padded_in, blocks, _processors(x.device))
+        config = select_linear(m, padded_in, blocks, device_of(x.device))
     constants = tuple(c.constants for c in classes)
-    token_blocks = triton.cdiv(m, config.block_m)
     with device_guard(x):
         xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in)
+        if config is None:
+            for place, i in enumerate(order):
+                y = outputs[i].view(m, out_features[i])
+                _decode_once(xh[place], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
+            return outputs
+        token_blocks = triton.cdiv(m, config.block_m)
         partial = exponents
         if config.split > 1:
-            shape = (token_blocks, config.split, blocks * 128, config.block_m)
+            shape = (config.split, blocks, m, 128)
             partial = torch.empty(shape, dtype=torch.float32, device=x.device)
         ends = (
             tuple(svh[i] for i in order),
@@ -284,16 +341,16 @@ def _launch_linears(
             VARIANT=layout_variant(x.device),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.registers,
         )
         if config.split > 1:
-            _reduce_kernel[(blocks, token_blocks)](
+            _reduce_kernel[(blocks, m)](
                 exponents,
                 *ends,
                 CLASSES=constants,
                 BLOCKS=blocks,
-                BLOCK_M=config.block_m,
                 SPLIT=config.split,
-                num_warps=4,
+                num_warps=1,
             )
     return outputs
 

@@ -22,7 +22,7 @@ from ..format import ExpertProjection, ExpertWeights
 from ._args import check_float
 from ._dispatch import call, device_guard, launchable, use_triton
 from ._triton import triton
-from .layout import layout_variant, layout_variant_for
+from .layout import K_ORDER4, layout_variant, layout_variant_for
 from .moe_kernels import activation_kernel, combine_kernel, expert_gemm_kernel, prologue_kernel
 from .routes import experts_padded, id_chunk, max_blocks
 from .trellis import trellis_words
@@ -142,7 +142,7 @@ def _shared(vectors: Tensor) -> bool:
 def _variant(device: torch.device, block_m: int) -> int:
     """The decode layout for a block: with 8 rows sm_90 runs its predecessors' matrix instruction, in their order of k."""
     if block_m < 16 and device.type == "cuda" and not torch.version.hip:
-        return layout_variant_for("cuda", 80)
+        return layout_variant(device) | (layout_variant_for("cuda", 80) & K_ORDER4)
     return layout_variant(device)
 
 
@@ -265,17 +265,12 @@ def _projection(tensors: list[Tensor]) -> ExpertProjection:
     return ExpertProjection(tensors[0], layout, tensors[1], tensors[2], tensors[3])
 
 
-def _reference_rows(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, limit: float | None, schedule: Schedule, out: Tensor
-) -> None:
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+def _refuse_capture(tokens: int) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"moe: {x.shape[0]} rows fall outside of the plan's windows, and the reference path that serves them cannot run "
-            "in a CUDA graph capture: widen EXL3_TRITON_MIN_M/EXL3_TRITON_MAX_M or leave EXL3_TRITON_PREFILL on"
+            f"moe: {tokens} rows fall outside of the plan's windows, and the reference path that serves them cannot run in a "
+            "CUDA graph capture: widen EXL3_TRITON_MIN_M/EXL3_TRITON_MAX_M or leave EXL3_TRITON_PREFILL on"
         )
-    for start, end, _ in schedule.slices(x.shape[0]):
-        rows = slice(start, end)
-        out[rows] = reference.moe(x[rows], experts, ids[rows], weights[rows], limit).to(out.dtype)
 
 
 def run_moe(
@@ -287,8 +282,11 @@ def run_moe(
     dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], ids.shape[1])
     slices = schedule.slices(x.shape[0])
     if slices and slices[0][2] is None:
+        _refuse_capture(x.shape[0])
         experts = ExpertWeights(_projection(gate), _projection(up), _projection(down), x.shape[1], intermediate)
-        _reference_rows(x, ids, weights, experts, limit, schedule, out)
+        for start, end, _ in slices:
+            part = slice(start, end)
+            out[part] = reference.moe(x[part], experts, ids[part], weights[part], limit).to(out.dtype)
         return
     x, ids, weights = launchable(x), launchable(ids), launchable(weights)
     for start, end, regime in slices:

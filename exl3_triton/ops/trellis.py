@@ -49,17 +49,9 @@ def trellis_words(trellis: Tensor) -> Tensor:
 
 
 @triton.jit
-def _decode_state(state, CODEBOOK: tl.constexpr, VARIANT: tl.constexpr):
+def _decode_state(state, CODEBOOK: tl.constexpr):
     """uint32 (16 bits used) -> fp16 weight, bit-exact. 0: 3INST, 1: MCG, 2: MUL1."""
-    if CODEBOOK == 2 and VARIANT & 4:
-        # 0x6400 + the sum of the four bytes is fp16 for 1024 + sum; the hardware's fused multiply-add rounds once
-        h = tl.inline_asm_elementwise(
-            "dp4a.u32.u32 $0, $1, 0x01010101, 0x6400;", "=r,r", [state * 0x83DCD12D], dtype=tl.uint32, is_pure=True, pack=1
-        )
-        h = h.to(tl.uint16).to(tl.float16, bitcast=True)
-        scale = tl.full(h.shape, 0.00676727294921875, tl.float16)
-        value = tl.fma(h, scale, tl.full(h.shape, -10.3828125, tl.float16))
-    elif CODEBOOK == 2:
+    if CODEBOOK == 2:
         x = state * 0x83DCD12D
         pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
         total = (pairs * 0x00010001) >> 16
@@ -97,7 +89,87 @@ def _windows(tile_words, lane, FIRST: tl.constexpr, LAST: tl.constexpr, TWICE_BI
 
 
 @triton.jit
-def _decode_run(
+def _decode_pair_ptx(funnel, S0: tl.constexpr, S1: tl.constexpr, CODEBOOK: tl.constexpr):
+    """The two weights whose windows begin at bits S0 and S1 of `funnel`, in PTX: the same bits as `_decode_state`.
+
+    A window is taken by a left shift, which the integer multiplier does, and one right shift; a mask would be a second
+    instruction of the busier pipe. Both halves of a register are added without being unpacked, and weights are packed once.
+    """
+    if CODEBOOK == 2:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            shl.b32 a, $2, $3;
+            shl.b32 b, $2, $4;
+            shr.u32 a, a, 16;
+            shr.u32 b, b, 16;
+            mul.lo.u32 a, a, 0x83DCD12D;
+            mul.lo.u32 b, b, 0x83DCD12D;
+            dp4a.u32.u32 a, a, 0x01010101, 0x6400;
+            dp4a.u32.u32 b, b, 0x01010101, 0x6400;
+            prmt.b32 a, a, b, 0x5410;
+            fma.rn.f16x2 a, a, $5, $6;
+            mov.b32 {$0, $1}, a;
+            }""",
+            "=h,=h,r,r,r,r,r",
+            [funnel, 16 - S0, 16 - S1, 0x1EEE1EEE, 0xC931C931],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    elif CODEBOOK == 1:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            .reg .b16 al, ah, bl, bh;
+            shl.b32 a, $2, $3;
+            shl.b32 b, $2, $4;
+            shr.u32 a, a, 16;
+            shr.u32 b, b, 16;
+            mul.lo.u32 a, a, 0xCBAC1FED;
+            mul.lo.u32 b, b, 0xCBAC1FED;
+            lop3.b32 a, a, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            lop3.b32 b, b, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            mov.b32 {al, ah}, a;
+            mov.b32 {bl, bh}, b;
+            add.rn.f16 $0, al, ah;
+            add.rn.f16 $1, bl, bh;
+            }""",
+            "=h,=h,r,r,r",
+            [funnel, 16 - S0, 16 - S1],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        pair = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            .reg .b16 al, ah, bl, bh;
+            shl.b32 a, $2, $3;
+            shl.b32 b, $2, $4;
+            shr.u32 a, a, 16;
+            shr.u32 b, b, 16;
+            mad.lo.u32 a, a, 89226354, 64248484;
+            mad.lo.u32 b, b, 89226354, 64248484;
+            lop3.b32 a, a, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            lop3.b32 b, b, 0x8FFF8FFF, 0x3B603B60, 0x6A;
+            mov.b32 {al, ah}, a;
+            mov.b32 {bl, bh}, b;
+            add.rn.f16 $0, al, ah;
+            add.rn.f16 $1, bl, bh;
+            }""",
+            "=h,=h,r,r,r",
+            [funnel, 16 - S0, 16 - S1],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    return pair
+
+
+@triton.jit
+def _decode_pair(
     bits,
     shift,
     J: tl.constexpr,
@@ -107,12 +179,19 @@ def _decode_run(
     CODEBOOK: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Weight J of a lane, from the pair whose lowest window is LAST; windows of one CHUNK share a funnel shift."""
+    """Weights J and J + 1 of a lane, from the pair whose lowest window is LAST; windows of one CHUNK share a funnel shift."""
     CHUNK_LAST: tl.constexpr = J // CHUNK * CHUNK + CHUNK - 1
-    OUTER: tl.constexpr = ((LAST + 1) * TWICE_BITS) // 2 - ((CHUNK_LAST + 1) * TWICE_BITS) // 2
-    INNER: tl.constexpr = ((CHUNK_LAST + 1) * TWICE_BITS) // 2 - ((J + 1) * TWICE_BITS) // 2
+    END: tl.constexpr = ((CHUNK_LAST + 1) * TWICE_BITS) // 2
+    OUTER: tl.constexpr = ((LAST + 1) * TWICE_BITS) // 2 - END
+    S0: tl.constexpr = END - ((J + 1) * TWICE_BITS) // 2
+    S1: tl.constexpr = END - ((J + 2) * TWICE_BITS) // 2
     funnel = (bits >> (shift + OUTER)).to(tl.uint32)
-    return _decode_state((funnel >> INNER) & 0xFFFF, CODEBOOK, VARIANT)
+    if VARIANT & (4 if CODEBOOK == 2 else 8):
+        first, second = _decode_pair_ptx(funnel, S0, S1, CODEBOOK)
+    else:
+        first = _decode_state((funnel >> S0) & 0xFFFF, CODEBOOK)
+        second = _decode_state((funnel >> S1) & 0xFFFF, CODEBOOK)
+    return first, second
 
 
 @triton.jit
@@ -172,20 +251,11 @@ def decode_tiles(
         p1, s1 = _windows(tiles, lane, 0, 1, B)
     # window j = 4 jn + 2 j8 + j1 sits at k = 2 (l % 4) + 8 j8 + j1, n = l // 4 + 8 jn; the joins append j1, j8, jn as
     # dimensions 4, 5, 6
-    d = tl.join(
-        _join_runs(
-            _decode_run(p1, s1, 0, LAST1, STEP, B, C, V),
-            _decode_run(p1, s1, 1, LAST1, STEP, B, C, V),
-            _decode_run(p3, s3, 2, LAST3, STEP, B, C, V),
-            _decode_run(p3, s3, 3, LAST3, STEP, B, C, V),
-        ),
-        _join_runs(
-            _decode_run(p5, s5, 4, LAST5, STEP, B, C, V),
-            _decode_run(p5, s5, 5, LAST5, STEP, B, C, V),
-            _decode_run(p7, s7, 6, 7, STEP, B, C, V),
-            _decode_run(p7, s7, 7, 7, STEP, B, C, V),
-        ),
-    )
+    d0, d1 = _decode_pair(p1, s1, 0, LAST1, STEP, B, C, V)
+    d2, d3 = _decode_pair(p3, s3, 2, LAST3, STEP, B, C, V)
+    d4, d5 = _decode_pair(p5, s5, 4, LAST5, STEP, B, C, V)
+    d6, d7 = _decode_pair(p7, s7, 6, 7, STEP, B, C, V)
+    d = tl.join(_join_runs(d0, d1, d2, d3), _join_runs(d4, d5, d6, d7))
     if VARIANT & 1:
         d = tl.permute(d, (2, 6, 1, 3, 0, 5, 4)) if VARIANT & 2 else tl.permute(d, (2, 6, 1, 3, 5, 0, 4))
     else:
@@ -219,7 +289,7 @@ def _dequantize_kernel(
     kb = tl.program_id(0)
     nb = tl.program_id(1)
     w = decode_tiles(
-        tile_address(words, kb * 8, nb * 8, N // 16, TWICE_BITS), N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT & 1
+        tile_address(words, kb * 8, nb * 8, N // 16, TWICE_BITS), N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT & 13
     )
     k = kb * 128 + tl.arange(0, 128)
     n = nb * 128 + tl.arange(0, 128)

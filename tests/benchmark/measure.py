@@ -2,6 +2,7 @@
 
     --op linear,moe      which ops                       --peer FILE    another library's times on the same card
     --m 1,16,64          which row counts                --match TEXT   only rows whose shape name contains TEXT
+    --jobs N             compile in N processes first
 
 Random trellis data, random activations, both rotations included. Times are medians of CUDA graph replays over distinct
 weights of more than 260 MB. `ratio` is the peer's time over ours.
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import subprocess
 import sys
 from typing import Any
 
@@ -59,12 +61,16 @@ def random_experts(experts: int, hidden: int, intermediate: int, bits: float, co
     return ExpertWeights(*projections, hidden, intermediate)
 
 
-def measure_linear(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
-    """One row: a matrix k x n at m rows of fp16 activations."""
+def measure_linear(case: dict[str, Any], limits: dict[str, Any] | None) -> dict[str, Any]:
+    """One row: a matrix k x n at m rows of fp16 activations. Without limits: one call, which compiles what a row needs."""
     k, n, bits, m = case["k"], case["n"], case["bits"], case["m"]
     weight_bytes = k * n * bits / 8
-    matrices = [random_matrix(k, n, bits, CODEBOOKS[case["codebook"]]) for _ in range(copies_for(int(weight_bytes)))]
+    copies = copies_for(int(weight_bytes)) if limits else 1
+    matrices = [random_matrix(k, n, bits, CODEBOOKS[case["codebook"]]) for _ in range(copies)]
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    if limits is None:
+        ops.linear(x, matrices[0])
+        return {}
     us = microseconds([lambda w=w: ops.linear(x, w) for w in matrices])  # type: ignore[misc]
     flops = 2 * m * k * n
     return {
@@ -78,8 +84,8 @@ def measure_linear(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, An
     }
 
 
-def measure_moe(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
-    """One row: routed experts of a layer at m tokens, eight sets of random routes."""
+def measure_moe(case: dict[str, Any], limits: dict[str, Any] | None) -> dict[str, Any]:
+    """One row: routed experts of a layer at m tokens, eight sets of random routes. Without limits: one call, to compile."""
     experts, hidden, inner, top_k = case["E"], case["H"], case["I"], case["top"]
     m, bits = case["m"], case["bits"]
     weights = random_experts(experts, hidden, inner, bits, CODEBOOKS[case["codebook"]])
@@ -91,6 +97,9 @@ def measure_moe(case: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
     for _ in range(8):
         ids = torch.rand(m, experts, device="cuda").topk(top_k).indices
         routes.append((ids, torch.rand(m, top_k, device="cuda")))
+    if limits is None:
+        bound(x, weights, *routes[0], out=out)
+        return {}
     us = microseconds([lambda r=r: bound(x, weights, *r, out=out) for r in routes])  # type: ignore[misc]
     hit = sum(ids.unique().numel() for ids, _ in routes) / len(routes)
     decoded = hit * 3 * hidden * inner
@@ -129,32 +138,46 @@ def main() -> int:
     parser.add_argument("--match", default="")
     parser.add_argument("--peer", type=pathlib.Path, default=PEER)
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--compile", default="", metavar="I/N", help=argparse.SUPPRESS)  # what --jobs starts
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 2
     peer = json.loads(arguments.peer.read_text())["rows"] if arguments.peer.exists() else []
-    result: dict[str, Any] = {"header": header(), "rows": []}
-    print(result["header"], flush=True)
     wanted = {int(m) for m in arguments.m.split(",") if m}
     measures = {"linear": measure_linear, "moe": measure_moe}
+    todo = []
     for op in arguments.op.split(","):
         for case in cases(op, peer):
             label = f"{case['name']}.{case['bits']}.{case['codebook']}"
-            if arguments.match not in label or (wanted and case["m"] not in wanted):
-                continue
-            torch.cuda.empty_cache()
-            row = case | measures[op](case, result["header"])
-            if "peer_us" in row:
-                row["ratio"] = round(row["peer_us"] / row["us"], 2)
-            result["rows"].append(row)
-            print(
-                f"{op:7}{label:22} m {row['m']:5} {row['us']:9.1f} us {row['gbps']:8.1f} GB/s {row['tflops']:7.1f} TFLOP/s "
-                f"{row['tera_weights_per_s']:6.3f} Tw/s limit {row['limit_fraction']:.2f} ratio {row.get('ratio', '-')}",
-                flush=True,
-            )
-            if arguments.out:
-                arguments.out.write_text(json.dumps(result, indent=1))
+            if arguments.match in label and (not wanted or case["m"] in wanted):
+                todo.append((op, label, case))
+    if arguments.compile:
+        part, parts = map(int, arguments.compile.split("/"))
+        for op, _, case in todo[part::parts]:
+            measures[op](case, None)
+        return 0
+    if arguments.jobs:
+        again = [sys.executable, *sys.argv, "--compile"]
+        workers = [subprocess.Popen([*again, f"{part}/{arguments.jobs}"]) for part in range(arguments.jobs)]
+        if any([worker.wait() for worker in workers]):
+            return 1
+    result: dict[str, Any] = {"header": header(), "rows": []}
+    print(result["header"], flush=True)
+    for op, label, case in todo:
+        torch.cuda.empty_cache()
+        row = case | measures[op](case, result["header"])
+        if "peer_us" in row:
+            row["ratio"] = round(row["peer_us"] / row["us"], 2)
+        result["rows"].append(row)
+        print(
+            f"{op:7}{label:22} m {row['m']:5} {row['us']:9.1f} us {row['gbps']:8.1f} GB/s {row['tflops']:7.1f} TFLOP/s "
+            f"{row['tera_weights_per_s']:6.3f} Tw/s limit {row['limit_fraction']:.2f} ratio {row.get('ratio', '-')}",
+            flush=True,
+        )
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1))
     return 0
 
 

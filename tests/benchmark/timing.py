@@ -14,7 +14,7 @@ import torch
 INSTRUCTIONS_PER_WEIGHT = 5  # what decoding a weight costs at least: the third bound of `limit_fraction`
 
 
-def microseconds(calls: Sequence[Callable[[], Any]], *, replays: int = 20, warmup_seconds: float = 0.2) -> float:
+def microseconds(calls: Sequence[Callable[[], Any]], *, replays: int = 20, warmup_seconds: float = 0.1) -> float:
     """Median microseconds of one call, over CUDA graph replays of all `calls` in a row (each over its own weights)."""
     for call in calls:
         call()
