@@ -161,7 +161,7 @@ def main() -> int:
     if arguments.jobs:
         again = [sys.executable, *sys.argv, "--compile"]
         workers = [subprocess.Popen([*again, f"{part}/{arguments.jobs}"]) for part in range(arguments.jobs)]
-        if any([worker.wait() for worker in workers]):
+        if any(worker.wait() for worker in workers):
             return 1
     result: dict[str, Any] = {"header": header(), "rows": []}
     print(result["header"], flush=True)
