@@ -163,9 +163,9 @@ def _rotate_tiles_kernel(
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Many rows, second pass. Program (rotation block, ROWS rows, matrix): neighbours read on in the same rows."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    """Many rows, second pass. Program (ROWS rows, rotation block, matrix)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
     matrix = tl.program_id(2)
     live = rows < m
     x_rows = x + rows.to(tl.int64) * tl.multiple_of(stride, ALIGN)
@@ -197,6 +197,6 @@ def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int 
         return xh, exponents
     groups = min(16, triton.next_power_of_2(padded // 128))
     _row_exponents_kernel[(m, count)](x, tuple(suh), exponents, stride, GROUPS=groups, num_warps=4, **sizes)
-    grid = (padded // 128, triton.cdiv(m, _TILE_ROWS), count)
+    grid = (triton.cdiv(m, _TILE_ROWS), padded // 128, count)
     _rotate_tiles_kernel[grid](x, tuple(suh), xh, exponents, m, stride, ROWS=_TILE_ROWS, VARIANT=variant, num_warps=4, **sizes)
     return xh, exponents

@@ -82,22 +82,10 @@ def regimes(family: str) -> tuple[Regime, ...]:
 
 
 def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
-    """Parts of k, none of them empty; the same for every number of rows of the regime.
-
-    The cheapest in a model whose unit is one block of k: waves of resident programs times the blocks of a part, of which
-    starting and ending costs one and a half, plus the traffic of the partial sums (8 units for 128 rows of a full wave).
-    """
+    """Parts of k: one full wave of resident programs, none of them empty; the same for every number of rows."""
     steps = k // regime.block_k
-    slots = regime.resident * device.processors
-    best, best_cost = 1, float("inf")
-    for parts in range(1, min(steps, max(1, 2 * slots // blocks)) + 1):
-        length = -(-steps // parts)
-        if -(-steps // length) != parts:
-            continue  # some parts would be empty
-        cost = -(-parts * blocks // slots) * (length + 1.5) + parts * blocks / slots * regime.block_m / 16
-        if cost < best_cost:
-            best, best_cost = parts, cost
-    return best
+    parts = max(1, min(regime.resident * device.processors // blocks, steps))
+    return -(-steps // -(-steps // parts))
 
 
 def select_linear(m: int, k: int, blocks: int, device: Device) -> LinearConfig | None:
