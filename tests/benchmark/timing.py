@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,8 +62,11 @@ def header() -> dict[str, Any]:
     import triton
 
     properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False) if shutil.which("nvidia-smi") else None
     return {
         "device": properties.name,
+        "driver": driver.stdout.strip() if driver else "unknown",
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "torch": torch.__version__,

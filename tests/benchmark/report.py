@@ -1,0 +1,52 @@
+"""Writes the measured tables of docs/performance.md from the result files beside this: `python tests/benchmark/report.py`."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- begin {} -->", "<!-- end {} -->"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Microseconds (and the peer's time over ours) by matrix or layer, and by number of rows."""
+    sizes = sorted({row["m"] for row in rows})
+    groups: dict[tuple, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["name"], row["bits"], row["codebook"]), {})[row["m"]] = row
+    lines = ["| shape, bits, codebook | " + " | ".join(f"m = {m}" for m in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    for (name, bits, codebook), by_size in groups.items():
+        cells = [f"{by_size[m]['us']:.1f} ({by_size[m]['ratio']:.2f})" if m in by_size else "" for m in sizes]
+        lines.append(f"| {name} {bits} {codebook} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def section(op: str) -> list[str]:
+    result = json.loads((HERE / "results" / f"h200_{op}.json").read_text())
+    head = result["header"]
+    ratios = [row["ratio"] for row in result["rows"]]
+    ahead = sum(ratio > 1 for ratio in ratios)
+    return [
+        f"{head['device']}, {head['date']}, driver {head['driver']}, torch {head['torch']}, Triton {head['triton']}, Python "
+        f"{head['python']}; `{head['command']}`.",
+        f"In the same run: HBM read {head['hbm_read_gbps']:.0f} GB/s, fp16 `torch.matmul` {head['matmul_tflops']:.0f} TFLOP/s. "
+        f"Ahead of the peer in {ahead} of {len(ratios)} rows (ratio {min(ratios):.2f} to {max(ratios):.2f}).",
+        "",
+        *table(result["rows"]),
+    ]
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    for op in ("linear", "moe"):
+        begin, end = BEGIN.format(op), END.format(op)
+        before, rest = text.split(begin)
+        text = before + "\n".join([begin, *section(op), end]) + rest.split(end)[1]
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
