@@ -32,7 +32,7 @@ def section(op: str) -> list[str]:
     return [
         f"{head['device']}, {head['date']}, driver {head['driver']}, torch {head['torch']}, Triton {head['triton']}, Python "
         f"{head['python']}; `{head['command']}`.",
-        f"In the same run: HBM read {head['hbm_read_gbps']:.0f} GB/s, fp16 `torch.matmul` {head['matmul_tflops']:.0f} TFLOP/s. "
+        f"Same run: HBM read {head['hbm_read_gbps']:.0f} GB/s, fp16 `torch.matmul` {head['matmul_tflops']:.0f} TFLOP/s. "
         f"Ahead of the peer in {ahead} of {len(ratios)} rows (ratio {min(ratios):.2f} to {max(ratios):.2f}).",
         "",
         *table(result["rows"]),
