@@ -155,6 +155,14 @@ class WeightSource:
         if parts:
             raise FormatError(f"{self.checkpoint.path}: tensors do not fit the model; {'; '.join(parts)}")
 
+    def check_scales(self) -> None:
+        """Refuse NaN and infinity in the claimed matrices' scales, one percent of the file, before the rest is read."""
+        wanted = {self.checkpoint.tensors[name]: name for name in self._claimed if name.endswith((".suh", ".svh"))}
+        for info, raw in self._reader.read_small(wanted):
+            vector = torch.frombuffer(bytearray(raw), dtype=torch.float16)
+            if not bool(torch.isfinite(vector).all()):
+                raise FormatError(f"{wanted[info]}: found NaN or infinity, required finite values (rotation signs and scales)")
+
     def _claim(self, name: str) -> TensorInfo | None:
         info = self.checkpoint.tensors.get(name)
         if info is not None and name not in self._claimed:

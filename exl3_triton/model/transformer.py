@@ -163,6 +163,7 @@ def load(
     with WeightSource(checkpoint, "meta", dtype) as headers:
         Transformer(config, headers, dtype=dtype, max_context=max_context)
         headers.finish(mtp_prefixes(config))
+        headers.check_scales()
     total = headers.claimed_bytes
     with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
         model = Transformer(config, source, dtype=dtype, max_context=max_context)
