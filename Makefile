@@ -28,7 +28,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m pytest tests/benchmark --benchmark-only
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/benchmark --benchmark-only
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
