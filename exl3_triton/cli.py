@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with `argv` (default: the command line); returns the exit code."""
+    # numpy is no dependency; torch says so at its import
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a character that the terminal's encoding lacks is no reason to stop
