@@ -29,7 +29,8 @@ NVIDIA = 4
 SHIFTS_BY_MULTIPLIER = 8
 """Bit of `layout_variant`: MCG and 3INST in PTX too, with fewer instructions of the integer pipe and more registers.
 
-A quarter faster on an H200. Elsewhere nobody has measured it, and its registers spill on sm_86, 89 and 120.
+In one run on an H200, at 3 bits, the product took 25.7 us for MCG this way and 35.5 for 3INST the plain way. Elsewhere nobody
+has measured it, and its registers spill on sm_86, 89 and 120.
 """
 
 

@@ -2,9 +2,10 @@
 
 A regime is a range of row counts that share a kernel configuration, so that a row gives the same bits in any batch of its
 regime. Evidence for sm_90 (NVIDIA H200, 2026-11-30, torch 2.11, Triton 3.6, MCG at 3 bits, 6144 x 12288, microseconds of the
-whole op in a CUDA graph; the split fills one wave): 16 rows 80 registers 34, no limit 42; 32 rows 80 registers 41, 128 100;
-64 rows 128 registers 52, 168 100, eight warps 78; 128 rows 128 registers 87, no limit 112. At 6 bits and one row 80 registers
-spill and are still the fastest: 46, against 51 at 128 and 77 at 96. Other architectures take the settings that compile
+whole op in a CUDA graph, compared within one run each): 16 rows 80 registers 38.6, no limit 41.8 (before the reduction was
+rewritten); 32 rows 80 registers 41.4, 128 99.8; 64 rows 128 registers 52.0, 168 100, eight warps 78; 128 rows 128 registers
+87.9, no limit 111.9. At 6 bits and one row 80 registers spill and are still the fastest: 45.5, against 50.6 at 128 and 76.6 at
+96. Other architectures take the settings that compile
 without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
 """
 
