@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from exl3_triton.format import TWICE_BITS, Codebook
+from exl3_triton.ops._dispatch import OVERLAP_ROWS
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import layout_variant_for
 from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
@@ -230,7 +231,7 @@ def audit_linear(
 ) -> AuditReport:
     """The product kernel of `ops.linear` for one matrix [k, n], with the settings that a call of `rows` rows uses."""
     twice_bits, blocks = round(2 * bits), n // 128
-    config = select_linear(rows, k, blocks, Device(_family(gpu), 1))
+    config = select_linear(rows, k, blocks, Device(_family(gpu), 1), twice_bits)
     if config is None:
         raise ValueError(f"rows {rows}: the weights are decoded once there; audit the kernel `decode`")
     constants = {
@@ -241,6 +242,8 @@ def audit_linear(
         "BLOCK_K": config.block_k,
         "SPLIT": split,
         "VARIANT": layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant,
+        "PREFETCH": config.prefetch,
+        "OVERLAP": _overlaps(gpu) and rows <= OVERLAP_ROWS,
     }
     signature = {
         "xh": "*fp16",
@@ -256,7 +259,7 @@ def audit_linear(
         signature,
         constants,
         gpu,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.registers},
+        {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers},
         labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": constants["VARIANT"]},
         weights_per_thread=128 * config.block_k // (32 * config.num_warps),
         activation_bytes=2 * config.block_m * config.block_k,
@@ -265,7 +268,7 @@ def audit_linear(
 
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
-    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split}
+    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": _overlaps(gpu)}
     signature = {"exponents": "*i32", "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 
@@ -280,6 +283,11 @@ def audit_decode(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport
     )
 
 
+def _overlaps(gpu: GPUTarget) -> bool:
+    """As `ops._dispatch.overlap` decides for few rows."""
+    return gpu.backend == "cuda" and int(gpu.arch) >= 90
+
+
 def _family(gpu: GPUTarget) -> str:
     return "hip" if gpu.backend == "hip" else "sm_90" if gpu.arch == 90 else "cuda"
 
@@ -287,7 +295,7 @@ def _family(gpu: GPUTarget) -> str:
 def audit_rotate_input(gpu: GPUTarget, *, k: int = 4096, matrices: int = 2) -> AuditReport:
     """The rotation of the activations, bf16 in."""
     variant = layout_variant_for(gpu.backend, gpu.arch)
-    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant}
+    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "OVERLAP": _overlaps(gpu)}
     signature = {"x": "*bf16", "suh": ("*fp16",) * matrices, "xh": "*fp16", "exponents": "*i32", "stride": "i32"}
     return audit(_rotate_input_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"matrices": matrices})
 

@@ -64,7 +64,7 @@ def test_audit_of_the_linear_kernel_on_every_target(representative):
 def test_audit_counts_instructions_of_the_main_loop(representative):
     for report in representative:
         if report["target"] in IN_REGISTERS:
-            assert report["weights_per_thread"] == 128
+            assert report["weights_per_thread"] in (64, 128)
             # a weight costs at least the multiplication of its state, and the loop's end a branch
             assert report["loop"]["IMAD"] >= report["weights_per_thread"]
             assert report["loop"]["BRA"] >= 1

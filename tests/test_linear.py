@@ -2,6 +2,7 @@
 rows.
 """
 
+import random
 import sys
 
 import pytest
@@ -17,7 +18,8 @@ from exl3_triton.ops.tuning import Device, LinearConfig, device_of, regimes, sel
 
 pytest.importorskip("triton")
 
-SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4, num_stages=1)
+SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
+AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
 
 
 def launch(x, weights, config=None, out_dtype=None):
@@ -66,7 +68,7 @@ def check(y, x, weight, *, out_dtype):
     assert error < 1.1 * (rounding(torch.float16) + rounding(out_dtype)), error
 
 
-@pytest.mark.parametrize("config", [None, SPLIT_ALL], ids=["", "split"])
+@pytest.mark.parametrize("config", [None, SPLIT_ALL, AHEAD], ids=["", "split", "ahead"])
 @pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
 def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, bits, codebook, config):
     weight = plain(random_weight(bits, codebook, 256, 128, device))
@@ -187,12 +189,13 @@ def test_linear_keeps_rows_apart(device, triton_backend):
     assert torch.equal(spoiled[0], whole[0])
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("split", [2, 3, 5])
-def test_linear_split_over_k(device, triton_backend, split):
+def test_linear_split_over_k(device, triton_backend, split, ahead):
     weight = random_weight(3, Codebook.MCG, 640, 256, device)
     steps = -(-5 // split)
     x = torch.randn(19, 640, device=device)
-    config = LinearConfig(block_m=16, block_k=128, split=-(-5 // steps), num_warps=4, num_stages=1)
+    config = LinearConfig(block_m=16, block_k=128, split=-(-5 // steps), num_warps=4, prefetch=ahead)
     y = launch(x, [weight], config)[0]
     check(y, x, weight, out_dtype=torch.float32)
     torch.testing.assert_close(y, linear(x, weight), rtol=0, atol=64 * 2**-24 * float(y.abs().max()))
@@ -204,10 +207,11 @@ def test_split_depends_on_the_matrix_and_the_device_alone():
             for processors in (4, 84, 132, 188):
                 for family in ("sm_90", "cuda", "hip", "host"):
                     first = 1
+                    twice_bits = random.choice((4, 6, 7, 12, 16))
                     for regime in regimes(family):
                         device = Device(family, processors)
                         last = min(regime.rows, 1000)
-                        (config,) = {select_linear(m, k, blocks, device) for m in range(first, last + 1, 7)}
+                        (config,) = {select_linear(m, k, blocks, device, twice_bits) for m in range(first, last + 1, 7)}
                         steps = -(-(k // config.block_k) // config.split)
                         assert 1 <= config.split <= k // config.block_k
                         assert (config.split - 1) * steps < k // config.block_k <= config.split * steps  # no part is empty

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,24 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+OVERLAP_ROWS = 32
+"""Most rows up to which kernels of a linear overlap: on an H200 3 to 24 % faster at one row, equal at 32, slower above."""
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(device: torch.device, rows: int) -> dict[str, Any]:
+    """Launch options of a kernel that calls `wait_previous` and `start_next`: its beginning overlaps the end of the kernel
+    before it (programmatic dependent launch), on NVIDIA GPUs from sm_90 on and for few rows.
+    """
+    if rows > OVERLAP_ROWS or not _can_overlap(device):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
 
 
 def call(op: Any, body: Callable[..., Any], *args: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_TRITON = True
     TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -27,5 +28,24 @@ except ImportError:
 
     triton = _Inert()
     tl = _Inert()
+    gdc_launch_dependents = gdc_wait = _Inert()
 
-__all__ = ["HAS_TRITON", "TRITON_VERSION", "tl", "triton"]
+
+@triton.jit
+def wait_previous(OVERLAP: tl.constexpr):
+    """Waits for the kernels before this one. Before it, only constants (weights) may be read, and nothing written."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """Lets the next kernel of the stream start; it stops in its own `wait_previous`.
+
+    Called after `wait_previous`: then no more than one kernel waits behind the running one and takes its place.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+__all__ = ["HAS_TRITON", "TRITON_VERSION", "start_next", "tl", "triton", "wait_previous"]

@@ -9,12 +9,12 @@ exchange, and never a conversion of the tensor.
 import torch
 from torch import Tensor
 
-from ._triton import tl, triton
+from ._dispatch import overlap
+from ._triton import start_next, tl, triton, wait_previous
 from .layout import k_position, layout_variant
 
 NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-_FEW_ROWS = 64  # up to here one launch rotates the input, each program scanning its whole row for the scale; above, two do
-_TILE_ROWS = 8
+_FEW_ROWS = 255  # up to here several programs share a row, each scanning all of it for the scale
 
 
 @triton.jit
@@ -120,12 +120,15 @@ def _rotate_input_kernel(
     GROUPS: tl.constexpr,
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Few rows. Program (row, chunk of GROUPS rotation blocks, matrix); each scans its whole row for the scale."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     matrix = tl.program_id(2)
     scales = _pick_scales(suh, matrix)
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     x_row = x + row * tl.multiple_of(stride, ALIGN)
     shift = _shift_of_row(x_row, scales, D, K, GROUPS)
     k = chunk * (GROUPS * 128) + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -139,41 +142,31 @@ def _rotate_input_kernel(
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _row_exponents_kernel(
-    x, suh, exponents, stride, D: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, ALIGN: tl.constexpr
-):
-    """Many rows, first pass. Program (row, matrix): minus the row's shift."""
-    row = tl.program_id(0).to(tl.int64)
-    matrix = tl.program_id(1)
-    shift = _shift_of_row(x + row * tl.multiple_of(stride, ALIGN), _pick_scales(suh, matrix), D, K, GROUPS)
-    tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
-
-
-@triton.jit(do_not_specialize=["m", "stride"])
-def _rotate_tiles_kernel(
+def _rotate_rows_kernel(
     x,
     suh,
     xh,
     exponents,
-    m,
     stride,
     D: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Many rows, second pass. Program (ROWS rows, rotation block, matrix)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    k = tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
-    matrix = tl.program_id(2)
-    live = rows < m
-    x_rows = x + rows.to(tl.int64) * tl.multiple_of(stride, ALIGN)
-    value = tl.load(x_rows + k, mask=live & (k < D), other=0.0).to(tl.float32)
-    scale = tl.load(_pick_scales(suh, matrix) + k, mask=k < D, other=0.0).to(tl.float32)
-    shift = -tl.load(exponents + matrix * m + rows, mask=live, other=0)
-    rotated = rotate_scaled(value, scale, shift, ROWS)
-    tl.store(xh + (matrix * m + rows).to(tl.int64) * K + k_position(k, VARIANT), rotated, mask=live)
+    """Many rows. Program (row, matrix), one warp, so that no butterfly leaves it; the second reading of the row is cached."""
+    row = tl.program_id(0).to(tl.int64)
+    matrix = tl.program_id(1)
+    scales = _pick_scales(suh, matrix)
+    x_row = x + row * tl.multiple_of(stride, ALIGN)
+    xh_row = xh + (matrix * tl.num_programs(0) + row) * K
+    shift = _shift_of_row(x_row, scales, D, K, GROUPS)
+    for first in range(0, K, GROUPS * 128):
+        k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+        tl.store(xh_row + k_position(k, VARIANT), rotate_scaled(value, scale, shift, GROUPS), mask=k < K)
+    tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
 
 
 def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int | None = None) -> tuple[Tensor, Tensor]:
@@ -193,10 +186,10 @@ def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int 
     if m <= _FEW_ROWS:
         groups = min(4, triton.next_power_of_2(padded // 128))
         grid = (m, triton.cdiv(padded, groups * 128), count)
-        _rotate_input_kernel[grid](x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=4, **sizes)
+        _rotate_input_kernel[grid](
+            x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=4, **overlap(x.device, m), **sizes
+        )
         return xh, exponents
-    groups = min(16, triton.next_power_of_2(padded // 128))
-    _row_exponents_kernel[(m, count)](x, tuple(suh), exponents, stride, GROUPS=groups, num_warps=4, **sizes)
-    grid = (triton.cdiv(m, _TILE_ROWS), padded // 128, count)
-    _rotate_tiles_kernel[grid](x, tuple(suh), xh, exponents, m, stride, ROWS=_TILE_ROWS, VARIANT=variant, num_warps=4, **sizes)
+    groups = min(8, triton.next_power_of_2(padded // 128))
+    _rotate_rows_kernel[(m, count)](x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=1, **sizes)
     return xh, exponents

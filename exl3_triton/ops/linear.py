@@ -23,14 +23,15 @@ from torch import Tensor
 from .. import reference
 from ..format import Codebook, TrellisWeight
 from ._args import FLOATS, as_rows
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .hadamard import launch_rotate_input, rotate_columns, rotate_rows, scale_by_power
 from .layout import layout_variant
-from .trellis import decode_tiles, tile_address, trellis_words
+from .trellis import decode_tiles, decode_words, load_tiles, tile_address, trellis_words
 from .tuning import LinearConfig, device_of, select_linear
 
 SCRATCH_ELEMENTS = 1 << 27  # fp16 weights that `_decode_once` holds at a time: 256 MiB
+_FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     VARIANT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128]."""
     block = tl.program_id(0)
@@ -123,12 +126,31 @@ def _product_kernel(
             at = (matrix * m + rows).to(tl.int64)[None, :] * K + tl.arange(0, BLOCK_K)[:, None]
             x_block = xh + first * BLOCK_K + at
             acc = tl.zeros((128, BLOCK_M), tl.float32)
-            for _ in range(STEPS if K % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K // BLOCK_K - first)):
+            steps = STEPS if K % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K // BLOCK_K - first)
+            if PREFETCH:
+                raw = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
+                wait_previous(OVERLAP)
                 x = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
-                w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
+                for _ in range(1, steps):
+                    tile += BLOCK_K // 16 * row_words
+                    x_block += BLOCK_K
+                    raw_next = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
+                    x_next = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
+                    w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
+                    acc = tl.dot(w, x, acc)
+                    raw = raw_next
+                    x = x_next
+                w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
                 acc = tl.dot(w, x, acc)
-                tile += BLOCK_K // 16 * row_words
-                x_block += BLOCK_K
+            else:
+                wait_previous(OVERLAP)
+                for _ in range(steps):
+                    x = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
+                    w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
+                    acc = tl.dot(w, x, acc)
+                    tile += BLOCK_K // 16 * row_words
+                    x_block += BLOCK_K
+            start_next(OVERLAP)
             if SPLIT == 1:
                 _write_output(
                     acc,
@@ -171,12 +193,15 @@ def _reduce_kernel(
     CLASSES: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program (output block, row): the parts of k added in their order, then y."""
     block = tl.program_id(0)
     row = tl.program_id(1) + tl.zeros((1, 1), tl.int32)
     n = tl.arange(0, 128)[None, :]
     part = partial + (block.to(tl.int64) * m + row) * 128 + n
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     acc = tl.zeros((1, 128), tl.float32)
     for _ in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
         acc += tl.load(part)
@@ -223,7 +248,19 @@ def _decode_kernel(
 
 
 @triton.jit(do_not_specialize=["m", "first", "width"])
-def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
+def _finish_kernel(
+    raw,
+    exponents,
+    svh,
+    bias,
+    y,
+    m,
+    first,
+    width,
+    OUT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Program (128 output features from feature 128 `first` on, ROWS rows) of raw products [m, width]."""
     n = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -244,7 +281,7 @@ def _decode_once(
     columns = trellis.shape[1] * 16
     width = min(columns, max(128, SCRATCH_ELEMENTS // k // 128 * 128))
     weights = torch.empty((width, k), dtype=torch.float16, device=xh.device)
-    rows = 8
+    rows = _FINISH_ROWS
     for start in range(0, columns, width):
         size = min(width, columns - start)
         _decode_kernel[(size // 128, k // 128)](
@@ -274,7 +311,7 @@ def _decode_once(
             OUT=y.shape[-1],
             BIAS=bias is not None,
             ROWS=rows,
-            num_warps=4,
+            num_warps=1,
         )
 
 
@@ -306,7 +343,7 @@ def _launch_linears(
         blocks += classes[-1].count * (classes[-1].padded_out // 128)
     padded_in = trellises[0].shape[0] * 16
     if config is None:
-        config = select_linear(m, padded_in, blocks, device_of(x.device))
+        config = select_linear(m, padded_in, blocks, device_of(x.device), max(c.twice_bits for c in classes))
     constants = tuple(c.constants for c in classes)
     with device_guard(x):
         xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in)
@@ -339,9 +376,11 @@ def _launch_linears(
             BLOCK_K=config.block_k,
             SPLIT=config.split,
             VARIANT=layout_variant(x.device),
+            PREFETCH=config.prefetch,
             num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_stages=1,
             maxnreg=config.registers,
+            **overlap(x.device, m),
         )
         if config.split > 1:
             _reduce_kernel[(blocks, m)](
@@ -351,6 +390,7 @@ def _launch_linears(
                 BLOCKS=blocks,
                 SPLIT=config.split,
                 num_warps=1,
+                **overlap(x.device, m),
             )
     return outputs
 

@@ -71,21 +71,24 @@ def _decode_state(state, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
-def _windows(tile_words, lane, FIRST: tl.constexpr, LAST: tl.constexpr, TWICE_BITS: tl.constexpr):
-    """The ring bits of a lane's windows FIRST..LAST: a 64-bit pair of words, and the right shift that brings LAST's window
-    to bit 0.
-    """
+def _load_run(tile_words, lane, FIRST: tl.constexpr, LAST: tl.constexpr, TWICE_BITS: tl.constexpr):
+    """The two words that hold the ring bits of a lane's windows FIRST..LAST."""
     end = lane * (4 * TWICE_BITS) + ((LAST + 1) * TWICE_BITS) // 2
     start = lane * (4 * TWICE_BITS) + ((FIRST + 1) * TWICE_BITS) // 2 - 16
-    i1 = (end - 1) // 32
     i0 = tl.where(start < 0, 4 * TWICE_BITS - 1, start // 32)  # the tile is a ring
-    high = tl.load(tile_words + i0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    low = tl.load(tile_words + i1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return tl.load(tile_words + i0), tl.load(tile_words + (end - 1) // 32)
+
+
+@triton.jit
+def _run_bits(words, lane, LAST: tl.constexpr, TWICE_BITS: tl.constexpr):
+    """A run's 64 bits, and the right shift that brings window LAST to bit 0."""
+    bits = (words[0].to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | words[1].to(tl.uint32, bitcast=True).to(tl.uint64)
     if TWICE_BITS % 8 == 0 and ((LAST + 1) * TWICE_BITS // 2) % 32 == 0:
         shift: tl.constexpr = 0
     else:
-        shift = (32 * (i1 + 1) - end).to(tl.uint64)
-    return (high << 32) | low, shift
+        end = lane * (4 * TWICE_BITS) + ((LAST + 1) * TWICE_BITS) // 2
+        shift = (32 * ((end - 1) // 32 + 1) - end).to(tl.uint64)
+    return bits, shift
 
 
 @triton.jit
@@ -200,55 +203,74 @@ def _join_runs(d0, d1, d2, d3):
 
 
 @triton.jit
-def decode_tiles(
+def _lanes(VARIANT: tl.constexpr):
+    """Lane numbers, along the two axes of a decode tensor that stand for lanes."""
+    if VARIANT & 1:
+        lane = tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[:, None, None, None]
+    else:
+        lane = tl.arange(0, 8)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    return lane
+
+
+@triton.jit
+def load_tiles(
     tile_words,
     row_words,
     TWICE_BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
     KT: tl.constexpr,
     NT: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """KT x NT neighbouring tiles -> W^T, fp16 [16 NT, 16 KT], with k in the order of `k_order`.
+    """The words of KT x NT neighbouring tiles as each lane needs them: what `decode_words` takes.
 
     tile_words: pointer to int32, the first word of tile (kt0, nt0) (see `tile_address`). row_words: words from one row of
     tiles to the next, out / 16 * 4 * TWICE_BITS; a constexpr lets every load of the block share one base address. KT and NT
     are powers of two.
     """
-    # windows that one pair of words holds for every lane, and windows that one 32-bit funnel result holds
-    RUN: tl.constexpr = 8 if TWICE_BITS <= 6 or TWICE_BITS == 8 else (2 if TWICE_BITS == 14 else 4)
-    CHUNK: tl.constexpr = 8 if TWICE_BITS <= 4 else (4 if TWICE_BITS <= 10 else 2)
-    STEP: tl.constexpr = RUN if RUN < CHUNK else CHUNK
     if VARIANT & 1:
-        ll = tl.arange(0, 4)[:, None, None, None]
-        lh = tl.arange(0, 8)[None, :, None, None]
         nt = tl.arange(0, NT)[None, None, :, None]
         kt = tl.arange(0, KT)[None, None, None, :]
     else:
         kt = tl.arange(0, KT)[:, None, None, None]
         nt = tl.arange(0, NT)[None, :, None, None]
-        lh = tl.arange(0, 8)[None, None, :, None]
-        ll = tl.arange(0, 4)[None, None, None, :]
-    lane = lh * 4 + ll
+    lane = _lanes(VARIANT)
     tiles = tile_words + kt * row_words + nt * (4 * TWICE_BITS)
+    # a pair of words holds all eight windows of every lane up to 3 bits and at 4, four at most other rates, two at 7
+    if TWICE_BITS <= 6 or TWICE_BITS == 8:
+        words = (_load_run(tiles, lane, 0, 7, TWICE_BITS),)
+    elif TWICE_BITS != 14:
+        words = (_load_run(tiles, lane, 0, 3, TWICE_BITS), _load_run(tiles, lane, 4, 7, TWICE_BITS))
+    else:
+        words = (
+            _load_run(tiles, lane, 0, 1, TWICE_BITS),
+            _load_run(tiles, lane, 2, 3, TWICE_BITS),
+            _load_run(tiles, lane, 4, 5, TWICE_BITS),
+            _load_run(tiles, lane, 6, 7, TWICE_BITS),
+        )
+    return words
+
+
+@triton.jit
+def decode_words(
+    words, TWICE_BITS: tl.constexpr, CODEBOOK: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, VARIANT: tl.constexpr
+):
+    """KT x NT tiles from `load_tiles` -> W^T, fp16 [16 NT, 16 KT], with k in the order of `k_order`."""
+    # windows that one run holds, and windows that one 32-bit funnel result holds
+    RUN: tl.constexpr = 8 // len(words)
+    CHUNK: tl.constexpr = 8 if TWICE_BITS <= 4 else (4 if TWICE_BITS <= 10 else 2)
+    STEP: tl.constexpr = RUN if RUN < CHUNK else CHUNK
     B: tl.constexpr = TWICE_BITS
     C: tl.constexpr = CODEBOOK
     V: tl.constexpr = VARIANT
-    # windows 0..1, 2..3, 4..5 and 6..7 come out of these pairs, whose lowest windows are LAST1, LAST3, LAST5 and 7
-    LAST1: tl.constexpr = 7 if RUN == 8 else RUN - 1
+    # windows 0..1, 2..3, 4..5 and 6..7 come out of these runs, whose lowest windows are LAST1, LAST3, LAST5 and 7
+    LAST1: tl.constexpr = RUN - 1
     LAST3: tl.constexpr = 7 if RUN == 8 else 3
     LAST5: tl.constexpr = 5 if RUN == 2 else 7
-    p7, s7 = _windows(tiles, lane, 8 - RUN, 7, B)
-    p5, s5 = p7, s7
-    p3, s3 = p7, s7
-    p1, s1 = p7, s7
-    if RUN == 4:
-        p3, s3 = _windows(tiles, lane, 0, 3, B)
-        p1, s1 = p3, s3
-    if RUN == 2:
-        p5, s5 = _windows(tiles, lane, 4, 5, B)
-        p3, s3 = _windows(tiles, lane, 2, 3, B)
-        p1, s1 = _windows(tiles, lane, 0, 1, B)
+    lane = _lanes(VARIANT)
+    p1, s1 = _run_bits(words[0], lane, LAST1, B)
+    p3, s3 = _run_bits(words[2 // RUN], lane, LAST3, B)
+    p5, s5 = _run_bits(words[4 // RUN], lane, LAST5, B)
+    p7, s7 = _run_bits(words[6 // RUN], lane, 7, B)
     # window j = 4 jn + 2 j8 + j1 sits at k = 2 (l % 4) + 8 j8 + j1, n = l // 4 + 8 jn; the joins append j1, j8, jn as
     # dimensions 4, 5, 6
     d0, d1 = _decode_pair(p1, s1, 0, LAST1, STEP, B, C, V)
@@ -261,6 +283,21 @@ def decode_tiles(
     else:
         d = tl.permute(d, (1, 6, 2, 0, 3, 5, 4)) if VARIANT & 2 else tl.permute(d, (1, 6, 2, 0, 5, 3, 4))
     return tl.reshape(d, (NT * 16, KT * 16))
+
+
+@triton.jit
+def decode_tiles(
+    tile_words,
+    row_words,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    KT: tl.constexpr,
+    NT: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """KT x NT neighbouring tiles -> W^T, fp16 [16 NT, 16 KT]: `load_tiles`, then `decode_words`."""
+    words = load_tiles(tile_words, row_words, TWICE_BITS, KT, NT, VARIANT)
+    return decode_words(words, TWICE_BITS, CODEBOOK, KT, NT, VARIANT)
 
 
 @triton.jit

@@ -1,12 +1,20 @@
 """Launch parameters: a pure function of the matrix, the device and the regime that a number of rows falls into.
 
 A regime is a range of row counts that share a kernel configuration, so that a row gives the same bits in any batch of its
-regime. Evidence for sm_90 (NVIDIA H200, 2026-11-30, torch 2.11, Triton 3.6, MCG at 3 bits, 6144 x 12288, microseconds of the
-whole op in a CUDA graph, compared within one run each): 16 rows 80 registers 38.6, no limit 41.8 (before the reduction was
-rewritten); 32 rows 80 registers 41.4, 128 99.8; 64 rows 128 registers 52.0, 168 100, eight warps 78; 128 rows 128 registers
-87.9, no limit 111.9. At 6 bits and one row 80 registers spill and are still the fastest: 45.5, against 50.6 at 128 and 76.6 at
-96. Other architectures take the settings that compile
-without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
+regime. Evidence for sm_90 (NVIDIA H200, 2026-12-01, torch 2.11, Triton 3.6, microseconds of the whole op in a CUDA graph,
+compared within one run each; 6144 x 12288 and MCG unless said otherwise; "ahead": words and activations of the next step
+are loaded before the present one is decoded):
+
+    rows   bits   as chosen                                          instead
+    1      3      80 registers, K 128               30.9             ahead, K 64, no limit, 4 resident    32.8; 3 resident 38.5
+    1      6      ahead, K 64, no limit, 3 resident 35.6             80 registers, K 128                  46.5
+    1      5, 8   the same                          33.3, 35.4       the same                             35.5, 37.3
+    1      4      2048 x 16384: ahead, 4 resident   15.1             80 registers, K 128                  16.6
+    32     3, 6   ahead, K 64, no limit, 3 resident 34.9, 38.7       80 registers, K 128, 6 resident      39.7, 61.7
+    64     3, 6   ahead, K 32, no limit, 3 resident 46.3, 54.0       128 registers, K 128, 4 resident     55.4, 76.7
+    128    3      ahead, K 32, 8 warps, 2 resident  83.8             K 64, not ahead                      89.8
+
+Other architectures take the settings that compile without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
 """
 
 from __future__ import annotations
@@ -18,14 +26,16 @@ import torch
 
 
 class LinearConfig(NamedTuple):
-    """Launch parameters of a product: tokens and k of a block, parts of k, warps, pipeline stages, most registers a thread."""
+    """Launch parameters of a product: tokens and k of a block, parts of k, warps, most registers a thread, and whether the
+    next step's words and activations are loaded ahead.
+    """
 
     block_m: int
     block_k: int
     split: int
     num_warps: int
-    num_stages: int = 1
     registers: int | None = None
+    prefetch: bool = False
 
 
 class Regime(NamedTuple):
@@ -37,14 +47,20 @@ class Regime(NamedTuple):
     num_warps: int
     registers: int | None
     resident: int
+    prefetch: bool = False
 
+
+SMALL_MATRIX = 48 << 20
+"""Weights of a launch below which sm_90's regime of few rows is ruled by latency."""
 
 _HOPPER = (
     Regime(16, 16, 128, 4, 80, 6),
-    Regime(32, 32, 128, 4, 80, 6),
-    Regime(64, 64, 128, 4, 128, 4),
-    Regime(255, 128, 64, 8, 128, 2),
+    Regime(32, 32, 64, 4, None, 3, prefetch=True),
+    Regime(64, 64, 32, 4, None, 3, prefetch=True),
+    Regime(255, 128, 32, 8, 128, 2, prefetch=True),
 )
+_HOPPER_SMALL = (Regime(16, 16, 64, 4, None, 4, prefetch=True), *_HOPPER[1:])
+_HOPPER_MANY_BITS = (Regime(16, 16, 64, 4, None, 3, prefetch=True), *_HOPPER[1:])
 _CUDA = (
     Regime(16, 16, 128, 4, None, 4),
     Regime(32, 32, 128, 4, None, 3),
@@ -77,9 +93,14 @@ def device_of(device: torch.device) -> Device:
     return Device("sm_90" if torch.cuda.get_device_capability(device) == (9, 0) else "cuda", processors)
 
 
-def regimes(family: str) -> tuple[Regime, ...]:
-    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul."""
-    return {"sm_90": _HOPPER, "hip": _HIP}.get(family, _CUDA)
+def regimes(family: str, twice_bits: int = 6, weights: int = SMALL_MATRIX) -> tuple[Regime, ...]:
+    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul.
+
+    twice_bits: twice the highest rate of the launch; weights: of all its matrices.
+    """
+    if family == "sm_90":
+        return _HOPPER_MANY_BITS if twice_bits >= 10 else _HOPPER_SMALL if weights < SMALL_MATRIX else _HOPPER
+    return _HIP if family == "hip" else _CUDA
 
 
 def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
@@ -89,13 +110,14 @@ def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
     return -(-steps // -(-steps // parts))
 
 
-def select_linear(m: int, k: int, blocks: int, device: Device) -> LinearConfig | None:
+def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6) -> LinearConfig | None:
     """Launch parameters for m rows of a product over k with `blocks` blocks of 128 output features.
 
-    None where decoding the weights once and a plain matrix product are faster.
+    twice_bits: twice the highest rate among the matrices. None where decoding the weights once and a plain matrix product
+    are faster.
     """
-    for regime in regimes(device.family):
+    for regime in regimes(device.family, twice_bits, k * blocks * 128):
         if m <= regime.rows:
             split = split_of(regime, k, blocks, device)
-            return LinearConfig(regime.block_m, regime.block_k, split, regime.num_warps, 1, regime.registers)
+            return LinearConfig(regime.block_m, regime.block_k, split, regime.num_warps, regime.registers, regime.prefetch)
     return None
