@@ -39,7 +39,7 @@ class Recorder:
         return self.compile
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         values = dict(zip(self.kernel.arg_names, args)) | kwargs
         constants = {p.name: values.pop(p.name) for p in self.kernel.params if p.is_constexpr}
         scalar = lambda value: "fp32" if isinstance(value, float) else "i32"

@@ -181,7 +181,7 @@ def test_moe_in_slices_beyond_the_capacity(device, triton_backend):
     x = torch.randn(7, 128, device=device)
     ids, weights = make_routes(7, 2, 3, device)
     whole = bound_moe(experts, 2, 7, PREFILL)(x, experts, ids, weights)
-    sliced = bound_moe(experts, 2, 7, DispatchPolicy(max_m=1, prefill_capacity=3))
+    sliced = bound_moe(experts, 2, 7, DispatchPolicy(max_m=1, prefill_block_m=64, prefill_capacity=3))
     assert len(sliced.plan.schedule.slices(7)) == 3
     assert torch.equal(sliced(x, experts, ids, weights), whole)
     with pytest.raises(ValueError, match=r"8 rows.*max_tokens=7"):

@@ -26,6 +26,7 @@ from .layout import K_ORDER4, layout_variant, layout_variant_for
 from .moe_kernels import activation_kernel, combine_kernel, expert_gemm_kernel, prologue_kernel
 from .routes import experts_padded, id_chunk, max_blocks
 from .trellis import trellis_words
+from .tuning import device_of
 
 if TYPE_CHECKING:
     from ..plan import MoePlan
@@ -54,6 +55,7 @@ class Regime(NamedTuple):
     rows: int
     block_m: int
     split: int  # parts that k of gate and up is cut into, each summed on its own
+    down_split: int  # the same for down; 1 where `half` is set
     sequential: int  # 1: gate and up go one after the other through one buffer of rotated rows
     half: int  # 1: down's results wait for the combination as scaled fp16, 0: as fp32
 
@@ -92,7 +94,7 @@ def arena_layout(dims: Dims, regime: Regime) -> tuple[dict[str, View], int]:
     With R = rows * top_k routes, B = `Regime.blocks` blocks and every view rounded up to 256 bytes:
     packed 4 B block_m, block_expert 4 B, block_rows 4 B, num_blocks 4, x_exponent 8 R, act_exponent 4 R,
     half_exponent 4 R H/128 (half only), raw 8 R I split, act 2 R I, and one region that first holds the rotated input,
-    2 R H (sequential) or 4 R H, and then down's results, 2 R H (half) or 4 R H.
+    2 R H (sequential) or 4 R H, and then down's results, 2 R H (half) or 4 R H down_split.
     """
     routes = regime.rows * dims.top_k
     blocks = regime.blocks(dims)
@@ -111,8 +113,9 @@ def arena_layout(dims: Dims, regime: Regime) -> tuple[dict[str, View], int]:
         views[name] = View(offset, dtype, numel)
         offset += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     shared = views["rotated"].offset  # the rotated input is spent before down writes
-    views["down"] = View(shared, torch.float16 if regime.half else torch.float32, hidden)
-    return views, max(offset, shared + -(-hidden * (2 if regime.half else 4) // ALIGNMENT) * ALIGNMENT)
+    down = View(shared, torch.float16 if regime.half else torch.float32, hidden * regime.down_split)
+    views["down"] = down
+    return views, max(offset, shared + -(-down.numel * down.dtype.itemsize // ALIGNMENT) * ALIGNMENT)
 
 
 def carve(arena: Tensor, dims: Dims, regime: Regime) -> Scratch:
@@ -128,11 +131,22 @@ def carve(arena: Tensor, dims: Dims, regime: Regime) -> Scratch:
     return Scratch(**{name: part.view(views[name].dtype) for name, part in parts.items()})
 
 
-def _tile(block_m: int) -> tuple[int, int, int]:
-    """(BLOCK_K, warps, stages) of the grouped GEMM; BLOCK_N is 128 throughout."""
+class Tile(NamedTuple):
+    """Launch parameters of the grouped GEMM; BLOCK_N is 128 throughout."""
+
+    block_k: int
+    warps: int
+    registers: int | None = None  # most a thread may use; what is left decides how many programs share a multiprocessor
+    small: int = 0  # blocks of at most this many rows take a narrower matrix instruction; 0: there is one size
+
+
+def tile_for(block_m: int, device: torch.device) -> Tile:
+    """The tile for blocks of `block_m` rows: a function of the device's family alone."""
+    if device_of(device).family != "sm_90":
+        return Tile(128, 4) if block_m <= 32 else Tile(64, 8)
     if block_m <= 32:
-        return 128, 4, 1
-    return 64, 8, 1
+        return Tile(128, 4, 80)
+    return Tile(64, 8, 80) if block_m <= 64 else Tile(64, 8, 128, 64)
 
 
 def _shared(vectors: Tensor) -> bool:
@@ -161,16 +175,16 @@ class _Call(NamedTuple):
     ) -> None:  # fmt: skip
         """One grouped GEMM; `sides` are the projections (one, or gate and up) that share the rows `xh`."""
         dims, regime, s = self.dims, self.regime, self.scratch
-        block_k, warps, stages = _tile(regime.block_m)
+        tile = tile_for(regime.block_m, xh.device)
         (words, table), (last_words, last_table) = ((trellis_words(side[0]), side[1]) for side in (sides[0], sides[-1]))
         main = 32 if regime.block_m == 48 else regime.block_m
         grid = (len(sides) * (n // _BLOCK_N) * split, max_blocks(self.routes, dims.num_experts, regime.block_m))
         expert_gemm_kernel[grid](
             xh, words, table, last_words, last_table, s.packed, s.block_expert, s.block_rows, s.num_blocks, out,
             s.half_exponent, self.routes, K_DIM=k, N_DIM=n, FORMATS=formats, FIRST=first, COUNT=len(sides),
-            OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, MAIN_M=main,
-            TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=block_k, VARIANT=self.variant,
-            num_warps=warps, num_stages=stages,
+            OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, SMALL_M=tile.small,
+            MAIN_M=main, TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=tile.block_k, VARIANT=self.variant,
+            num_warps=tile.warps, num_stages=1, **({"maxnreg": tile.registers} if tile.registers else {}),
         )  # fmt: skip
 
 
@@ -185,16 +199,16 @@ def _launch_moe(
     run = _Call(dims, regime, s, routes, _variant(x.device, regime.block_m))
     per_route = not (_shared(gate[2]) and _shared(up[2]))
     rows, x_div = (routes, 1) if per_route else (tokens, dims.top_k)
-    hidden_blocks = triton.next_power_of_2(dims.hidden // 128)
+    chunk = min(16, triton.next_power_of_2(dims.hidden // 128))  # rotation blocks at a time
+    parts = 1 if regime.half else triton.cdiv(dims.hidden // 128, chunk)
 
     def rotate(first: int, count: int) -> None:
         pack = first == 0
-        prologue_kernel[(rows * count + (dims.num_experts if pack else 0),)](
+        prologue_kernel[(rows * count * parts + (dims.num_experts if pack else 0),)](
             x, gate[2], up[2], ids, routes, s.rotated, s.x_exponent, s.packed, s.block_expert, s.block_rows, s.num_blocks,
             PACK=pack, E_PAD=experts_padded(dims.num_experts), BLOCK_M=regime.block_m, CHUNK=id_chunk(routes), WIDTH=width,
-            PADDED=dims.hidden, BLOCKS=hidden_blocks, E=dims.num_experts, TOP_K=dims.top_k, PER_ROUTE=per_route, FIRST=first,
-            COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]), VARIANT=run.variant,
-            num_warps=8 if hidden_blocks >= 32 else 4,
+            PADDED=dims.hidden, BLOCKS=chunk, PARTS=parts, E=dims.num_experts, TOP_K=dims.top_k, PER_ROUTE=per_route, FIRST=first,
+            COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]), VARIANT=run.variant, num_warps=4,
         )  # fmt: skip
 
     with device_guard(x):
@@ -212,39 +226,46 @@ def _launch_moe(
             SPLIT=regime.split, X_DIV=x_div, GATE_SHARED=_shared(gate[3]), UP_SHARED=_shared(up[3]),
             DOWN_SHARED=_shared(down[2]), LIMITED=limit is not None, VARIANT=run.variant, num_warps=4,
         )  # fmt: skip
-        run.gemm(s.act, [down], formats[2], s.down, k=dims.intermediate, n=dims.hidden, half=regime.half)
-        chunk, warps = (8, 4) if regime.half else (2, 1)
-        combine_kernel[(tokens, triton.cdiv(dims.hidden // 128, chunk))](
-            s.down, s.half_exponent, s.act_exponent, down[3], ids, weights, out, H=width, H_PAD=dims.hidden, BLOCKS=chunk,
-            E=dims.num_experts, TOP_K=dims.top_k, SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps,
+        last = {"k": dims.intermediate, "n": dims.hidden, "split": regime.down_split, "half": regime.half}
+        run.gemm(s.act, [down], formats[2], s.down, **last)
+        blocks, warps = (8, 4) if regime.half else (2, 1)
+        combine_kernel[(tokens, triton.cdiv(dims.hidden // 128, blocks))](
+            s.down, s.half_exponent, s.act_exponent, down[3], ids, weights, out, H=width, H_PAD=dims.hidden, BLOCKS=blocks,
+            E=dims.num_experts, TOP_K=dims.top_k, SPLIT=regime.down_split, SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps,
         )  # fmt: skip
 
 
 class Schedule(NamedTuple):
     """Which rows run how: the part of a plan that a run needs, as integers that a custom op can carry (`encode`).
 
-    max_tokens: most rows of a call. decode: serves min_rows .. decode.rows; prefill: serves more than decode takes, in slices
-    of at most prefill.rows. Rows that neither serves take the reference path, `chunk` rows at a time.
+    max_tokens: most rows of a call. decode: serves min_rows .. decode.rows; prefill: regimes in ascending order of rows, which
+    serve more than decode takes, in slices of at most what the last one takes. Rows that neither serves take the reference
+    path, `chunk` rows at a time.
     """
 
     max_tokens: int
     min_rows: int
     chunk: int
     decode: Regime | None
-    prefill: Regime | None
+    prefill: tuple[Regime, ...]
+
+    @property
+    def regimes(self) -> tuple[Regime, ...]:
+        """All regimes, in ascending order of rows."""
+        return self.prefill if self.decode is None else (self.decode, *self.prefill)
 
     def encode(self) -> list[int]:
         """As a flat list of integers."""
-        absent = Regime(0, 0, 0, 0, 0)
-        return [self.max_tokens, self.min_rows, self.chunk, *(self.decode or absent), *(self.prefill or absent)]
+        decode = self.decode or Regime(0, 0, 0, 0, 0, 0)
+        return [self.max_tokens, self.min_rows, self.chunk, *decode, *(value for regime in self.prefill for value in regime)]
 
     @classmethod
     def decode_ints(cls, values: list[int]) -> "Schedule":
         """The inverse of `encode`."""
         size = len(Regime._fields)
-        decode, prefill = Regime(*values[3 : 3 + size]), Regime(*values[3 + size :])
+        decode, *prefill = (Regime(*values[at : at + size]) for at in range(3, len(values), size))
         max_tokens, min_rows, chunk = values[:3]
-        return cls(max_tokens, min_rows, chunk, decode if decode.rows else None, prefill if prefill.rows else None)
+        return cls(max_tokens, min_rows, chunk, decode if decode.rows else None, tuple(prefill))
 
     def slices(self, tokens: int) -> list[tuple[int, int, Regime | None]]:
         """(start, end, regime) for a call of `tokens` rows, None for the reference path; ValueError above max_tokens."""
@@ -254,10 +275,11 @@ class Schedule(NamedTuple):
             )
         if self.decode is not None and self.min_rows <= tokens <= self.decode.rows:
             return [(0, tokens, self.decode)]
-        step, regime = (self.chunk, None)
-        if self.prefill is not None and tokens >= self.min_rows:
-            step, regime = self.prefill.rows, self.prefill
-        return [(start, min(start + step, tokens), regime) for start in range(0, tokens, step)]
+        if not self.prefill or tokens < self.min_rows:
+            return [(start, min(start + self.chunk, tokens), None) for start in range(0, tokens, self.chunk)]
+        step = self.prefill[-1].rows
+        slices = [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+        return [(start, end, next(r for r in self.prefill if end - start <= r.rows)) for start, end in slices]
 
 
 def _projection(tensors: list[Tensor]) -> ExpertProjection:
@@ -327,7 +349,7 @@ def _moe_body(
         return _on_cpu(x, topk_ids, topk_weights, gate, up, down, intermediate, limit, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
-    scratch = {regime: carve(arena, dims, regime) for regime in (plan.decode, plan.prefill) if regime is not None}
+    scratch = {regime: carve(arena, dims, regime) for _, _, regime in plan.slices(x.shape[0]) if regime is not None}
     formats = (tuple(gate_formats), tuple(up_formats), tuple(down_formats))
     run_moe(x, topk_ids, topk_weights.float(), gate, up, down, formats, intermediate, plan, scratch, limit, out)
     return out
@@ -353,8 +375,7 @@ def _moe_unplanned_body(
 
     dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
     plan = default_schedule(dims, x.shape[0])
-    regimes = [regime for regime in (plan.decode, plan.prefill) if regime is not None]
-    size = max((arena_layout(dims, regime)[1] for regime in regimes), default=0)
+    size = max((arena_layout(dims, regime)[1] for regime in plan.regimes), default=0)
     arena = torch.empty(size, dtype=torch.uint8, device=x.device)
     sides = (gate, up, down, gate_formats, up_formats, down_formats)
     return _moe_body(x, topk_ids, topk_weights, arena, *sides, intermediate, plan.encode(), limit, out_dtype)
