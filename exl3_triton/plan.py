@@ -64,8 +64,8 @@ class DispatchPolicy:
 
     min_m..max_m rows run the decode plan, in blocks of block_m rows an expert; more rows run the prefill plan (unless
     `prefill` is off), in blocks of prefill_block_m (None: by the rows that an expert gets on average) and slices of at most
-    prefill_capacity rows (None: the plan's max_tokens); everything else takes the reference path, prefill_chunk rows at a time. Raises ValueError naming the variable for illegal
-    values.
+    prefill_capacity rows (None: the plan's max_tokens); everything else takes the reference path, prefill_chunk rows at a
+    time. Raises ValueError naming the variable for illegal values.
     """
 
     min_m: int = 1

@@ -207,8 +207,8 @@ def _launch_moe(
         prologue_kernel[(rows * count * parts + (dims.num_experts if pack else 0),)](
             x, gate[2], up[2], ids, routes, s.rotated, s.x_exponent, s.packed, s.block_expert, s.block_rows, s.num_blocks,
             PACK=pack, E_PAD=experts_padded(dims.num_experts), BLOCK_M=regime.block_m, CHUNK=id_chunk(routes), WIDTH=width,
-            PADDED=dims.hidden, BLOCKS=chunk, PARTS=parts, E=dims.num_experts, TOP_K=dims.top_k, PER_ROUTE=per_route, FIRST=first,
-            COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]), VARIANT=run.variant, num_warps=4,
+            PADDED=dims.hidden, BLOCKS=chunk, PARTS=parts, E=dims.num_experts, TOP_K=dims.top_k, PER_ROUTE=per_route,
+            FIRST=first, COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]), VARIANT=run.variant, num_warps=4,
         )  # fmt: skip
 
     with device_guard(x):
@@ -231,7 +231,8 @@ def _launch_moe(
         blocks, warps = (8, 4) if regime.half else (2, 1)
         combine_kernel[(tokens, triton.cdiv(dims.hidden // 128, blocks))](
             s.down, s.half_exponent, s.act_exponent, down[3], ids, weights, out, H=width, H_PAD=dims.hidden, BLOCKS=blocks,
-            E=dims.num_experts, TOP_K=dims.top_k, SPLIT=regime.down_split, SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps,
+            E=dims.num_experts, TOP_K=dims.top_k, SPLIT=regime.down_split, SHARED=_shared(down[3]),
+            HALF=bool(regime.half), num_warps=warps,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measure import CODEBOOKS, MOE, PEER, cases, random_experts
+from measure import CODEBOOKS, PEER, cases, random_experts
 from timing import microseconds
 
 from exl3_triton import reference
