@@ -285,23 +285,25 @@ class BoundMoe:
         out: Tensor | None = None,
         *,
         limit: float | None = None,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
         """`ops.moe` over this plan and arena: [T, H] in `out` (contiguous, any float dtype) or a new tensor of x's dtype."""
-        check_call(x, experts, topk_ids, topk_weights, limit)
+        check_call(x, experts, topk_ids, topk_weights, limit, expert_map)
         self.plan.check(experts, topk_ids.shape[1])
         if out is not None and (out.shape != x.shape or not out.is_contiguous() or out.device != x.device):
             found = f"{list(out.shape)}, strides {list(out.stride())}, on {out.device}"
             raise ValueError(f"moe: out is {found}: required contiguous {list(x.shape)} on {x.device}")
         if torch.compiler.is_compiling() or not use_triton(x):
             dtype = x.dtype if out is None else out.dtype
-            result = call_planned(x, experts, topk_ids, topk_weights, self.arena, self._encoded, limit, dtype)
+            result = call_planned(x, experts, topk_ids, topk_weights, self.arena, self._encoded, limit, expert_map, dtype)
             return result if out is None else out.copy_(result)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         gate, up, down = experts.projections
         run_moe(
             x, topk_ids, topk_weights.float(), expert_tensors(gate), expert_tensors(up), expert_tensors(down),
-            (gate.formats, up.formats, down.formats), experts.intermediate_size, self.plan.schedule, self.scratch, limit, out,
+            (gate.formats, up.formats, down.formats), experts.intermediate_size, self.plan.schedule, self.scratch, limit,
+            expert_map, out,
         )  # fmt: skip
         return out
 

@@ -7,15 +7,8 @@ intermediate sits where its route says and the final sum over a token's slots ru
 from ._triton import tl, triton
 from .hadamard import exponent_of, power_of_two, rotate_rows, rotate_scaled, row_shift, scale_by_power
 from .layout import k_position
-from .routes import pack_expert
+from .routes import pack_expert, valid_expert
 from .trellis import decode_tiles, tile_address
-
-
-@triton.jit
-def _valid_expert(ids, route, E: tl.constexpr):
-    """The route's expert as int64, or -1 for an id outside of 0..E-1."""
-    e = tl.load(ids + route).to(tl.int64)
-    return tl.where((e >= 0) & (e < E), e, -1)
 
 
 @triton.jit
@@ -32,9 +25,10 @@ def _bound_of_row(x_row, suh, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS:
 
 @triton.jit
 def _rotate_row(
-    pid, x, suh_gate, suh_up, ids, xh, x_exponent,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
+    pid, x, suh_gate, suh_up, ids, expert_map, xh, x_exponent,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
+    MAPPED: tl.constexpr, TOP_K: tl.constexpr, PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Part pid % PARTS of one (row, projection): xh = fp16(hadamard(x * suh) * scale), BLOCKS rotation blocks at a time.
@@ -49,7 +43,7 @@ def _rotate_row(
     expert = row * 0
     if PER_ROUTE:
         token = row // TOP_K
-        expert = _valid_expert(ids, row, E)
+        expert = valid_expert(ids, expert_map, row, True, E, MAPPED)
     if expert >= 0:
         if projection == 0:
             suh = suh_gate + (0 if GATE_SHARED else expert * PADDED)
@@ -71,20 +65,23 @@ def _rotate_row(
 
 @triton.jit(do_not_specialize=["routes"])
 def prologue_kernel(
-    x, suh_gate, suh_up, ids, routes, xh, x_exponent, packed, block_expert, block_rows, num_blocks,
+    x, suh_gate, suh_up, ids, expert_map, routes, xh, x_exponent, packed, block_expert, block_rows, num_blocks,
     PACK: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
-    PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
+    MAPPED: tl.constexpr, TOP_K: tl.constexpr, PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Input rotations, and (PACK) the route packing in the first E programs: independent of each other, so one launch."""
     pid = tl.program_id(0)
     if PACK and pid < E:
-        pack_expert(pid, ids, routes, packed, block_expert, block_rows, num_blocks, E, E_PAD, BLOCK_M, CHUNK)
+        pack_expert(
+            pid, ids, expert_map, routes, packed, block_expert, block_rows, num_blocks, E, MAPPED, E_PAD, BLOCK_M, CHUNK
+        )
     else:
         _rotate_row(
-            pid - (E if PACK else 0), x, suh_gate, suh_up, ids, xh, x_exponent,
-            WIDTH, PADDED, BLOCKS, PARTS, E, TOP_K, PER_ROUTE, FIRST, COUNT, GATE_SHARED, UP_SHARED, VARIANT,
+            pid - (E if PACK else 0), x, suh_gate, suh_up, ids, expert_map, xh, x_exponent,
+            WIDTH, PADDED, BLOCKS, PARTS, E, MAPPED, TOP_K, PER_ROUTE, FIRST, COUNT, GATE_SHARED, UP_SHARED, VARIANT,
         )  # fmt: skip
 
 
@@ -237,14 +234,14 @@ def _unrotate(
 
 @triton.jit(do_not_specialize=["routes"])
 def activation_kernel(
-    raw, x_exponent, gate_svh, up_svh, down_suh, ids, act, act_exponent, routes, limit,
-    INNER: tl.constexpr, I_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, SPLIT: tl.constexpr,
+    raw, x_exponent, gate_svh, up_svh, down_suh, ids, expert_map, act, act_exponent, routes, limit,
+    INNER: tl.constexpr, I_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, SPLIT: tl.constexpr,
     X_DIV: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr, DOWN_SHARED: tl.constexpr, LIMITED: tl.constexpr,
     VARIANT: tl.constexpr,
 ):  # fmt: skip
     """One route: gate and up out of the rotated basis, silu(gate) * up in fp32, into down's rotated basis as scaled fp16."""
     route = tl.program_id(0).to(tl.int64)
-    expert = _valid_expert(ids, route, E)
+    expert = valid_expert(ids, expert_map, route, True, E, MAPPED)
     if expert >= 0:
         columns = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
         mask = columns < I_PAD
@@ -268,9 +265,9 @@ def activation_kernel(
 
 @triton.jit
 def combine_kernel(
-    down, half_exponent, act_exponent, down_svh, ids, weights, out,
-    H: tl.constexpr, H_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr,
-    SHARED: tl.constexpr, HALF: tl.constexpr,
+    down, half_exponent, act_exponent, down_svh, ids, expert_map, weights, out,
+    H: tl.constexpr, H_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """out[t] = fp32 sum, in slot order, of weight * svh * hadamard(down row), rounded once. Grid: (T, chunks of columns)."""
     token = tl.program_id(0).to(tl.int64)
@@ -280,7 +277,7 @@ def combine_kernel(
     acc = tl.zeros((BLOCKS, 128), tl.float32)
     for slot in tl.static_range(TOP_K):
         route = token * TOP_K + slot
-        expert = _valid_expert(ids, route, E)
+        expert = valid_expert(ids, expert_map, route, True, E, MAPPED)
         live = expert >= 0  # masks, not a branch: the loads of all slots are in flight together
         v = tl.load(down + route * H_PAD + columns, mask=mask & live, other=0.0).to(tl.float32)
         for part in tl.static_range(1, SPLIT):
