@@ -106,6 +106,17 @@ def test_moe_ignores_padding_and_illegal_ids(device, triton_backend):
         assert (bound(x, experts, torch.full_like(ids, -1), weights) == 0).all()
 
 
+def test_moe_in_parts_of_k_that_differ(device, triton_backend):
+    """Nine blocks of 128 inputs in two parts, five and four, of gate and up, and of down."""
+    experts = make_experts(2, 1152, 1152, MIXED[1:2], device=device)
+    x = torch.randn(2, 1152, device=device, dtype=torch.float16)
+    ids, weights = make_routes(2, 1, 2, device)
+    bound = bound_moe(experts, 1, 2)
+    (regime,) = bound.plan.regimes
+    assert (regime.split, regime.down_split) == (2, 2)
+    assert_close(bound(x, experts, ids, weights, out=torch.empty(2, 1152, device=device)), exact(x, experts, ids, weights))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_moe_expert_map(dtype, device, triton_backend):
     """Global ids through a map: 5 of 9 experts are here; illegal ids and indices add nothing."""

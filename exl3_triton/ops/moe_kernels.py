@@ -53,7 +53,7 @@ def _rotate_row(
         shift = row_shift(_bound_of_row(x_row, suh, WIDTH, PADDED, BLOCKS))
         out = xh + (row * COUNT + pid % COUNT) * PADDED
         first = part * (BLOCKS * 128)
-        for start in range(0, PADDED, PARTS * BLOCKS * 128):
+        for start in tl.static_range(0, PADDED, PARTS * BLOCKS * 128):
             columns = first + start + tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
             mask = columns < PADDED
             value = tl.load(x_row + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
