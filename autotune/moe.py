@@ -40,13 +40,13 @@ def audit_expert_gemm(
         variant |= layout_variant_for("cuda", 80) & K_ORDER4
     main = 32 if block_m == 48 else block_m
     constants = {
-        "K_DIM": k, "N_DIM": n, "FORMATS": (format_code(round(2 * bits), int(codebook)),), "FIRST": 0, "COUNT": 2,
+        "K_DIM": k, "N_DIM": n, "FORMATS": (format_code(round(2 * bits), int(codebook)),), "COUNT": 2,
         "OUT_COUNT": 2, "X_DIV": 1, "SPLIT": 1, "HALF": False, "BLOCK_M": block_m, "SMALL_M": tile.small, "MAIN_M": main,
         "TAIL_M": block_m - main, "BLOCK_N": 128, "BLOCK_K": tile.block_k, "VARIANT": variant,
     }  # fmt: skip
     signature = {"xh": "*fp16", "gate_words": "*i32", "gate_table": "*i64", "up_words": "*i32", "up_table": "*i64"}
     signature |= dict.fromkeys(("packed", "block_expert", "block_rows", "num_blocks", "half_exponent"), "*i32")
-    signature |= {"out": "*fp32", "routes": "i32"}
+    signature |= {"out": "*fp32", "routes": "i32", "first": "i32"}
     options = {"num_warps": tile.warps, "num_stages": 1} | ({"maxnreg": tile.registers} if tile.registers else {})
     return audit(
         expert_gemm_kernel, signature, constants, gpu, options,

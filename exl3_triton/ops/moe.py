@@ -181,7 +181,7 @@ class _Call(NamedTuple):
         grid = (len(sides) * (n // _BLOCK_N) * split, max_blocks(self.routes, dims.num_experts, regime.block_m))
         expert_gemm_kernel[grid](
             xh, words, table, last_words, last_table, s.packed, s.block_expert, s.block_rows, s.num_blocks, out,
-            s.half_exponent, self.routes, K_DIM=k, N_DIM=n, FORMATS=formats, FIRST=first, COUNT=len(sides),
+            s.half_exponent, self.routes, first, K_DIM=k, N_DIM=n, FORMATS=formats, COUNT=len(sides),
             OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, SMALL_M=tile.small,
             MAIN_M=main, TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=tile.block_k, VARIANT=self.variant,
             num_warps=tile.warps, num_stages=1, **({"maxnreg": tile.registers} if tile.registers else {}),

@@ -172,10 +172,10 @@ def _block(
         _store_result(tail, out, half_exponent, route, live, row_offset, n, tile, ROW, TILES, HALF)
 
 
-@triton.jit(do_not_specialize=["routes"])
+@triton.jit(do_not_specialize=["routes", "first"])
 def expert_gemm_kernel(
     xh, gate_words, gate_table, up_words, up_table, packed, block_expert, block_rows, num_blocks, out, half_exponent, routes,
-    K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
+    first, K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, COUNT: tl.constexpr,
     OUT_COUNT: tl.constexpr, X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
     SMALL_M: tl.constexpr, MAIN_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VARIANT: tl.constexpr,
@@ -183,7 +183,8 @@ def expert_gemm_kernel(
     """Grouped GEMM over packed routes in the rotated basis. Grid: (COUNT * N_DIM / BLOCK_N * SPLIT, blocks).
 
     xh fp16 [rows, COUNT, K_DIM], row = route // X_DIV; out [SPLIT, routes, OUT_COUNT, N_DIM] (fp32, or HALF). COUNT
-    projections of one input (gate and up) share the launch. FORMATS: the (4 * 2K + codebook) present, one branch each.
+    projections of one input (gate and up) share the launch; the first is number `first` of OUT_COUNT. FORMATS: the
+    (4 * 2K + codebook) present, one branch each.
     A block of at most SMALL_M rows (0: none) runs as one of SMALL_M.
     """
     TILES: tl.constexpr = N_DIM // BLOCK_N
@@ -204,7 +205,7 @@ def expert_gemm_kernel(
     table += expert * 3
     packed += block * BLOCK_M
     block_rows += block
-    n = (FIRST + side) * N_DIM + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (first + side) * N_DIM + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_offset = split.to(tl.int64) * routes
     if SMALL_M > 0 and tl.load(block_rows) <= SMALL_M:
         _block(

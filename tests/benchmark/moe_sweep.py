@@ -11,10 +11,12 @@ route sets and weights of more than 260 MB, whole op and per kernel (profiler); 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +30,6 @@ from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 moe = importlib.import_module("exl3_triton.ops.moe")  # by name, because `exl3_triton.ops.moe` is the op
 Tile = moe.Tile
 
-NARROW = [Tile(128, 4, r) for r in (None, 80)]
-TILES = {
-    8: NARROW,
-    16: NARROW,
-    32: [Tile(128, 4, r) for r in (80, 128)],
-    64: [Tile(128, 4, 128), Tile(64, 4, 128), Tile(64, 4, 96), Tile(128, 8, 128), Tile(64, 8, 80), Tile(128, 4, 128, 32)],
-    128: [Tile(64, 8, 128), Tile(64, 8, 128, 64), Tile(64, 8, None, 64), Tile(32, 8, 128, 64), Tile(64, 4, 255, 64),
-          Tile(128, 8, 128, 64), Tile(64, 4, 168, 64)],
-}  # fmt: skip
-BLOCKS = {1: [8], 2: [8], 8: [8], 32: [8, 16], 64: [8, 16], 128: [16], 256: [16, 32], 512: [32, 64], 1024: [64, 128],
-          2048: [64, 128], 4096: [64, 128]}  # fmt: skip
-SPLITS = (4, 6, 12)
 DEFAULT_M = (1, 8, 64, 256, 512, 1024, 4096)
 
 
@@ -52,14 +42,20 @@ class Candidate:
     split: int | None = None
 
 
+OTHERS = {
+    1: [Candidate(8, None, 4), Candidate(8, None, 6)],
+    8: [Candidate(8, None, 4)],
+    64: [Candidate(8)],
+    256: [Candidate(32)],
+    512: [Candidate(64)],
+    1024: [Candidate(64, Tile(128, 8, 128)), Candidate(128)],
+    4096: [Candidate(128, Tile(64, 8, None, 64)), Candidate(128, Tile(32, 8, 128, 64)), Candidate(64)],
+}
+
+
 def candidates(m: int, quick: bool) -> list[Candidate]:
-    if quick:
-        return [Candidate()]
-    found = [Candidate()]
-    for block in BLOCKS[m]:
-        for tile in TILES[block]:
-            found += [Candidate(block, tile, split) for split in (SPLITS if m <= 8 else (None,))]
-    return found
+    """The plan's own choice first."""
+    return [Candidate()] if quick else [Candidate(), *OTHERS.get(m, [])]
 
 
 class Case:
@@ -150,7 +146,8 @@ def main() -> int:
         peer[f"{case['name']}.{case['bits']}.{case['codebook']}", case["m"]] = case
     ms = [int(m) for m in arguments.m.split(",")]
     todo = [(name, m, case) for (name, m), case in peer.items() if arguments.match in name and m in ms]
-    if arguments.jobs:
+    faulthandler.dump_traceback_later(30, repeat=True)
+    if arguments.jobs and not arguments.compile:
         again = [sys.executable, *sys.argv, "--compile"]
         workers = [subprocess.Popen([*again, f"{part}/{arguments.jobs}"]) for part in range(arguments.jobs)]
         if any(worker.wait() for worker in workers):
@@ -164,8 +161,11 @@ def main() -> int:
             index += 1
             if arguments.compile:
                 if index % parts == part:
+                    started = time.perf_counter()
                     state = state or Case(case, m)
                     state.bind(candidate)(state.x, state.experts, *state.routes[0])
+                    torch.cuda.synchronize()
+                    print(f"compiled m {m} {candidate} in {time.perf_counter() - started:.0f} s", flush=True)
                 continue
             if state is None:
                 torch.cuda.empty_cache()
