@@ -144,8 +144,11 @@ def tile_for(block_m: int, family: str) -> Tile:
     """The tile for blocks of `block_m` rows on a device family of `tuning.Device`."""
     if family != "sm_90":
         return Tile(128, 4) if block_m <= 32 else Tile(64, 8)
-    if block_m <= 32:  # 80 registers without a limit at 8 rows; with one, the compiler spills
-        return Tile(128, 4, None if block_m == 8 else 80)
+    # fewest registers without spills in the loop: 8 rows take 80 without a limit, and spill with one
+    if block_m == 8:
+        return Tile(128, 4)
+    if block_m in (16, 48):
+        return Tile(128, 4, 80)
     return Tile(64, 8, 80) if block_m <= 64 else Tile(64, 8, 128, 64)
 
 

@@ -47,7 +47,7 @@ OTHERS = {
     8: [Candidate(8, None, 4)],
     64: [Candidate(8)],
     256: [Candidate(32)],
-    512: [Candidate(64)],
+    512: [Candidate(64), Candidate(32, Tile(128, 4, 80))],
     1024: [Candidate(64, Tile(128, 8, 128)), Candidate(128)],
     4096: [Candidate(128, Tile(64, 8, None, 64)), Candidate(128, Tile(32, 8, 128, 64)), Candidate(64)],
 }
