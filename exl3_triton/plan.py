@@ -38,6 +38,8 @@ from .ops.moe import (
 
 _PREFIX = "EXL3_TRITON_"
 _UNPLANNED_ROWS = 4096  # rows at a time of calls without a plan
+_PREFILL_BLOCKS = (16, 32, 64, 128)
+_WAVE = 768  # programs of one wave of a large GPU: 6 on each of 128 multiprocessors
 
 
 def _positive(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -61,16 +63,16 @@ class DispatchPolicy:
     """Windows and blocks by which a plan dispatches. Fields carry the name of their environment variable, EXL3_TRITON_*.
 
     min_m..max_m rows run the decode plan, in blocks of block_m rows an expert; more rows run the prefill plan (unless
-    `prefill` is off), in blocks of prefill_block_m and slices of at most prefill_capacity rows (None: the plan's max_tokens);
-    everything else takes the reference path, prefill_chunk rows at a time. Raises ValueError naming the variable for illegal
-    values.
+    `prefill` is off), in blocks of prefill_block_m (None: by the rows that an expert gets on average) and slices of at most
+    prefill_capacity rows (None: the plan's max_tokens); everything else takes the reference path, prefill_chunk rows at a
+    time. Raises ValueError naming the variable for illegal values.
     """
 
     min_m: int = 1
     max_m: int = 32
     block_m: int = 8
     prefill: bool = True
-    prefill_block_m: int = 64
+    prefill_block_m: int | None = None
     prefill_capacity: int | None = None
     prefill_chunk: int = 128
 
@@ -80,7 +82,8 @@ class DispatchPolicy:
             if value is not None and value < 1:
                 raise ValueError(f"{_PREFIX}{name.upper()}={value}: must be a positive integer")
         for name in ("block_m", "prefill_block_m"):
-            _check_block(_PREFIX + name.upper(), getattr(self, name))
+            if (value := getattr(self, name)) is not None:
+                _check_block(_PREFIX + name.upper(), value)
         if self.min_m > self.max_m:
             raise ValueError(f"{_PREFIX}MIN_M={self.min_m}, {_PREFIX}MAX_M={self.max_m}: the window must not be empty")
 
@@ -93,7 +96,7 @@ class DispatchPolicy:
             max_m=_positive(environ, "MAX_M", cls.max_m),
             block_m=_positive(environ, "BLOCK_M", cls.block_m),
             prefill=_switch(environ, "PREFILL", cls.prefill),
-            prefill_block_m=_positive(environ, "PREFILL_BLOCK_M", cls.prefill_block_m),
+            prefill_block_m=_positive(environ, "PREFILL_BLOCK_M", 0) or None,
             prefill_capacity=_positive(environ, "PREFILL_CAPACITY", 0) or None,
             prefill_chunk=_positive(environ, "PREFILL_CHUNK", cls.prefill_chunk),
         )
@@ -155,25 +158,37 @@ class MoeSpec:
         return cls(*sizes, tuple(int(rate) if rate.is_integer() else rate for rate in rates), codebooks)
 
 
-def _split(dims: Dims) -> int:
-    """Parts of k for gate and up in the decode plan: enough programs for one token, none shorter than 512 inputs.
+def _split(blocks: int, steps: int) -> int:
+    """Parts of k for one token in the decode plan: up to _WAVE programs, none with fewer than 4 of the `steps` of 128 inputs.
 
-    Depends on the layer's sizes alone: the number of rows must not change the order of a row's sums.
+    blocks: programs without a split. Depends on the layer's sizes alone: the number of rows must not change the order of a
+    row's sums.
     """
-    split = 1
-    while dims.top_k * 2 * (dims.intermediate // 128) * split < 256 and dims.hidden % (256 * split) == 0:
-        if dims.hidden // (2 * split) < 512:
-            break
-        split *= 2
-    return split
+    parts = max(1, min(_WAVE // blocks, steps // 4))
+    return -(-steps // -(-steps // parts))
 
 
 def _decode_regime(dims: Dims, rows: int, block_m: int) -> Regime:
-    return Regime(rows, block_m, _split(dims), sequential=0, half=0)
+    hidden, intermediate = dims.hidden // 128, dims.intermediate // 128
+    wide, down = _split(dims.top_k * 2 * intermediate, hidden), _split(dims.top_k * hidden, intermediate)
+    return Regime(rows, block_m, wide, down, sequential=0, half=0)
 
 
-def _prefill_regime(rows: int, block_m: int) -> Regime:
-    return Regime(rows, block_m, 1, sequential=1, half=1)
+def _prefill_regimes(dims: Dims, capacity: int, block_m: int | None) -> tuple[Regime, ...]:
+    """One regime of blocks of `block_m`, or (None) blocks of twice the rows that an expert gets on average.
+
+    Below half of the capacity gate and up run at once: the arena holds the rotated rows of both.
+    """
+    if block_m is not None:
+        return (Regime(capacity, block_m, 1, 1, sequential=1, half=1),)
+    regimes = []
+    for size in _PREFILL_BLOCKS:
+        rows = size * dims.num_experts // (2 * dims.top_k)
+        if size == _PREFILL_BLOCKS[-1] or rows >= capacity:
+            regimes.append(Regime(capacity, size, 1, 1, sequential=1, half=1))
+            break
+        regimes.append(Regime(rows, size, 1, 1, sequential=int(2 * rows > capacity), half=1))
+    return tuple(regimes)
 
 
 def default_schedule(dims: Dims, tokens: int) -> Schedule:
@@ -181,7 +196,8 @@ def default_schedule(dims: Dims, tokens: int) -> Schedule:
     policy = default_policy()
     rows = min(-(-tokens // 256) * 256, policy.prefill_capacity or _UNPLANNED_ROWS)
     decode = _decode_regime(dims, policy.max_m, policy.block_m) if tokens <= policy.max_m else None
-    prefill = _prefill_regime(rows, policy.prefill_block_m) if policy.prefill and tokens > policy.max_m else None
+    prefills = policy.prefill and tokens > policy.max_m
+    prefill = _prefill_regimes(dims, rows, policy.prefill_block_m) if prefills else ()
     return Schedule(tokens, policy.min_m, policy.prefill_chunk, decode, prefill)
 
 
@@ -201,17 +217,18 @@ class MoePlan:
 
     @property
     def regimes(self) -> tuple[Regime, ...]:
-        """The decode plan and the prefill plan, as far as they exist."""
-        return tuple(regime for regime in (self.schedule.decode, self.schedule.prefill) if regime is not None)
+        """The decode plan and those of prefill, as far as they exist, in ascending order of rows."""
+        return self.schedule.regimes
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of scratch: the larger of the two regimes (they never run at once).
+        """Bytes of scratch: what the largest regime needs (they never run at once).
 
         With R = rows * top_k routes, H and I padded to 128, B = min(R, (R + E (block_m - 1)) // block_m) blocks, and every
         term rounded up to 256 bytes:
 
-            decode (rows = max_m):              4 B block_m + 4 B + 4 B + 4 + 8 R + 4 R + 4 + 8 R I split + 2 R I + 4 R H
+            decode (rows = max_m):              4 B block_m + 4 B + 4 B + 4 + 8 R + 4 R + 4 + 8 R I split + 2 R I
+                                                + 4 R H down_split
             prefill (rows = prefill_capacity):  4 B block_m + 4 B + 4 B + 4 + 8 R + 4 R + R H / 32 + 8 R I + 2 R I + 2 R H
 
         GLM-5.2 at TP4 (H 6144, I 512, E 256, top-8): 0.134 MiB a row for prefill.
@@ -268,23 +285,25 @@ class BoundMoe:
         out: Tensor | None = None,
         *,
         limit: float | None = None,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
         """`ops.moe` over this plan and arena: [T, H] in `out` (contiguous, any float dtype) or a new tensor of x's dtype."""
-        check_call(x, experts, topk_ids, topk_weights, limit)
+        check_call(x, experts, topk_ids, topk_weights, limit, expert_map)
         self.plan.check(experts, topk_ids.shape[1])
         if out is not None and (out.shape != x.shape or not out.is_contiguous() or out.device != x.device):
             found = f"{list(out.shape)}, strides {list(out.stride())}, on {out.device}"
             raise ValueError(f"moe: out is {found}: required contiguous {list(x.shape)} on {x.device}")
         if torch.compiler.is_compiling() or not use_triton(x):
             dtype = x.dtype if out is None else out.dtype
-            result = call_planned(x, experts, topk_ids, topk_weights, self.arena, self._encoded, limit, dtype)
+            result = call_planned(x, experts, topk_ids, topk_weights, self.arena, self._encoded, limit, expert_map, dtype)
             return result if out is None else out.copy_(result)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         gate, up, down = experts.projections
         run_moe(
             x, topk_ids, topk_weights.float(), expert_tensors(gate), expert_tensors(up), expert_tensors(down),
-            (gate.formats, up.formats, down.formats), experts.intermediate_size, self.plan.schedule, self.scratch, limit, out,
+            (gate.formats, up.formats, down.formats), experts.intermediate_size, self.plan.schedule, self.scratch, limit,
+            expert_map, out,
         )  # fmt: skip
         return out
 
@@ -303,16 +322,18 @@ def plan_moe(spec: MoeSpec, *, max_tokens: int, block_m: int | None = None, poli
     capacity = max_tokens if policy.prefill_capacity is None else policy.prefill_capacity
     if capacity > max_tokens:
         raise ValueError(f"{_PREFIX}PREFILL_CAPACITY={capacity}: must not exceed the plan's max_tokens, {max_tokens}")
-    decode, prefill = None, None
+    decode: Regime | None = None
+    prefill: tuple[Regime, ...] = ()
     if block_m is not None:
         _check_block("plan_moe: block_m", block_m)
-        policy_window = max_tokens <= policy.max_m
-        decode = _decode_regime(spec.dims, max_tokens, block_m) if policy_window else None
-        prefill = None if policy_window else _prefill_regime(capacity, block_m)
+        if max_tokens <= policy.max_m:
+            decode = _decode_regime(spec.dims, max_tokens, block_m)
+        else:
+            prefill = _prefill_regimes(spec.dims, capacity, block_m)
     else:
         decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m)
         if policy.prefill and max_tokens > policy.max_m:
-            prefill = _prefill_regime(capacity, policy.prefill_block_m)
+            prefill = _prefill_regimes(spec.dims, capacity, policy.prefill_block_m)
     return MoePlan(spec, Schedule(max_tokens, policy.min_m, policy.prefill_chunk, decode, prefill), policy, block_m)
 
 

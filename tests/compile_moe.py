@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from autotune.audit import audit, target
+from autotune.moe import family_of
 from exl3_triton.format import Codebook
 from exl3_triton.ops.layout import K_ORDER4, layout_variant_for
+from exl3_triton.ops.tuning import Device
 from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 
 # by name, because `exl3_triton.ops.moe` is the op
@@ -39,7 +41,7 @@ class Recorder:
         return self.compile
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         values = dict(zip(self.kernel.arg_names, args)) | kwargs
         constants = {p.name: values.pop(p.name) for p in self.kernel.params if p.is_constexpr}
         scalar = lambda value: "fp32" if isinstance(value, float) else "i32"
@@ -74,7 +76,8 @@ def launch(spec: MoeSpec, formats: tuple[tuple[int, int], ...], block_m: int, to
     ids = torch.empty(tokens, spec.top_k, dtype=torch.int32, device="meta")
     codes = tuple(sorted(4 * twice_bits + codebook for twice_bits, codebook in formats))
     gate, up, down = meta_experts(spec)
-    moe._launch_moe(x, ids, ids.float(), gate, up, down, (codes,) * 3, spec.intermediate, spec.dims, regime, scratch, None, x)
+    sides = (gate, up, down, (codes,) * 3, spec.intermediate)
+    moe._launch_moe(x, ids, ids.float(), *sides, spec.dims, regime, scratch, None, None, x)
 
 
 def main() -> None:
@@ -82,6 +85,7 @@ def main() -> None:
         gpu = target(name)
         found: dict[str, dict] = {}
         labels: dict[str, Any] = {}
+        moe.device_of = lambda _, gpu=gpu: Device(family_of(gpu), 1)  # type: ignore[assignment]
         older_order = layout_variant_for("cuda", 80) & K_ORDER4 if gpu.backend == "cuda" else 0
         moe._variant = lambda _, block_m, gpu=gpu, older=older_order: (  # type: ignore[assignment]
             layout_variant_for(gpu.backend, gpu.arch) | (older if block_m < 16 else 0)

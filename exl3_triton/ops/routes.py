@@ -28,23 +28,35 @@ def experts_padded(num_experts: int) -> int:
 
 
 @triton.jit
-def load_ids(ids, start, routes, E: tl.constexpr, CHUNK: tl.constexpr):
-    """int32 [CHUNK] expert ids of routes start.., of any integer dtype; E for padding and for ids outside of 0..E-1."""
+def valid_expert(ids, expert_map, at, mask, E: tl.constexpr, MAPPED: tl.constexpr):
+    """int64 experts of the routes `at` (a scalar or a tensor): -1 where the mask is off and for ids outside of 0..E-1.
+
+    MAPPED > 0: ids are global ones, outside of 0..MAPPED-1 illegal, and expert_map [MAPPED] holds the local ones.
+    """
+    e = tl.load(ids + at, mask=mask, other=-1).to(tl.int64)
+    if MAPPED > 0:
+        e = tl.load(expert_map + e, mask=(e >= 0) & (e < MAPPED), other=-1).to(tl.int64)
+    return tl.where((e >= 0) & (e < E), e, -1)
+
+
+@triton.jit
+def load_ids(ids, expert_map, start, routes, E: tl.constexpr, MAPPED: tl.constexpr, CHUNK: tl.constexpr):
+    """int32 [CHUNK] experts of routes start..; E for padding and where `valid_expert` finds none."""
     r = start + tl.arange(0, CHUNK)
-    e = tl.load(ids + r, mask=r < routes, other=-1)
-    return tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    e = valid_expert(ids, expert_map, r, r < routes, E, MAPPED)
+    return tl.where(e >= 0, e, E).to(tl.int32)
 
 
 @triton.jit
 def pack_expert(
-    expert, ids, routes, packed, block_expert, block_rows, num_blocks,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    expert, ids, expert_map, routes, packed, block_expert, block_rows, num_blocks,
+    E: tl.constexpr, MAPPED: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The part of `pack_routes` that concerns one expert."""
     bins = tl.arange(0, E_PAD)
     counts = tl.zeros((E_PAD,), tl.int32)
     for start in range(0, routes, CHUNK):
-        counts += tl.histogram(load_ids(ids, start, routes, E, CHUNK), E_PAD)
+        counts += tl.histogram(load_ids(ids, expert_map, start, routes, E, MAPPED, CHUNK), E_PAD)
     blocks = tl.where(bins < E, (counts + (BLOCK_M - 1)) // BLOCK_M, 0)
     first = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
     mine = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
@@ -59,7 +71,7 @@ def pack_expert(
             tl.store(block_rows + first + block, tl.minimum(left, BLOCK_M), mask=left > 0)
         before = 0
         for start in range(0, routes, CHUNK):
-            match = (load_ids(ids, start, routes, E, CHUNK) == expert).to(tl.int32)
+            match = (load_ids(ids, expert_map, start, routes, E, MAPPED, CHUNK) == expert).to(tl.int32)
             rank = before + tl.cumsum(match, axis=0) - 1  # a block holds BLOCK_M routes, so rank r lies at first * BLOCK_M + r
             tl.store(packed + first * BLOCK_M + rank, start + tl.arange(0, CHUNK), mask=match > 0)
             before += tl.sum(match, axis=0)
@@ -70,7 +82,7 @@ def _pack_kernel(
     ids, routes, packed, block_expert, block_rows, num_blocks,
     E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    pack_expert(tl.program_id(0), ids, routes, packed, block_expert, block_rows, num_blocks, E, E_PAD, BLOCK_M, CHUNK)
+    pack_expert(tl.program_id(0), ids, ids, routes, packed, block_expert, block_rows, num_blocks, E, 0, E_PAD, BLOCK_M, CHUNK)
 
 
 def pack_routes(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
