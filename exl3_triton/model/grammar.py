@@ -15,6 +15,9 @@ from torch import Tensor
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 
+# Between the tokens of JSON: enough for indented text, and a bound, so that no text goes on with blanks until it is cut off.
+WHITESPACE = r"[ \t\n\r]{1,40}"
+
 
 class GrammarCompiler:
     """Makes the grammars of requests, for one tokenizer.
@@ -45,7 +48,8 @@ class GrammarCompiler:
     def compile(self, params: SamplingParams) -> Grammar | None:
         """The grammar of a request at its beginning, None where it has none. Raises ValueError for one that is not valid."""
         if params.json_schema is not None:
-            name, source = "json_schema", self._matcher.grammar_from_json_schema(params.json_schema)
+            name, options = "json_schema", {"whitespace_pattern": WHITESPACE}
+            source = self._matcher.grammar_from_json_schema(params.json_schema, defaults=options)
         elif params.grammar is not None:
             name, source = "grammar", self._matcher.grammar_from_lark(params.grammar)
         else:
