@@ -147,6 +147,27 @@ def test_trunk_and_draft_share_no_scratch(device, triton_backend):
     assert expected[1].norm() > 0
 
 
+@pytest.mark.gpu
+def test_alternating_replays_share_no_scratch():
+    """Captured apart and replayed in turns, each with the other's arena poisoned in between."""
+    model = exl3_triton.load(DEMO, device="cuda", progress=False, mtp=True)
+    layers = [model.blocks[1].feed_forward, model.mtp.block.feed_forward]
+    x = torch.randn(4, model.config.hidden_size, device="cuda", dtype=torch.float16)
+    with torch.inference_mode():
+        expected = [layer(x) for layer in layers]
+        graphs, results = [], []
+        for layer in layers:
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                results.append(layer(x))
+        for _ in range(3):
+            for which, other in ((0, 1), (1, 0)):
+                layers[other].bound.arena.fill_(0xFF)
+                graphs[which].replay()
+                assert torch.equal(results[which], expected[which])
+    assert min(each.norm() for each in expected) > 0
+
+
 def test_new_cache_has_one_layer_with_index_keys(demo):
     cache = demo.mtp.new_cache(3)
     assert [list(each.shape) for each in cache.tensors] == [[3, 64, 160], [3, 64, 128]]

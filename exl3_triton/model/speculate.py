@@ -203,6 +203,7 @@ class Speculator:
         self._sampling = SamplingBatch.from_params([], [], device)
         self._repeated = self._sampling
         self._place = torch.arange(num_drafts + 1, device=device)
+        self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
 
     def prefill(self, batch: Batch, hidden: Tensor, following: Tensor) -> None:
         """Fill the layer's cache for a prompt's tokens: the trunk's batch and states [T, hidden], the token after each [T]."""
@@ -303,7 +304,7 @@ class Speculator:
         positions = torch.where(usable, positions, -1)
         page = block_table.gather(1, positions.clamp(min=0) // PAGE).to(torch.int64)
         slots = torch.where(usable, page * PAGE + positions % PAGE, -1)
-        sequence = torch.arange(count, dtype=torch.int32, device=tokens.device).repeat_interleave(each)
+        sequence = self._rows[:count, None].expand(-1, each).flatten()
         flat = (tokens.flatten(), positions.flatten(), slots.flatten())
         return Batch(*flat, block_table, sequence, max_context=self.max_context, prefill=False)
 
