@@ -65,10 +65,16 @@ def plain_tokens(model, tokenizer, prompts, params):
     return collect(LLM(model, tokenizer=tokenizer, max_batch=20).generate(prompts, params), len(prompts))[0]
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_greedy_equals_plain(model, tokenizer, number):
+@pytest.fixture(scope="module")
+def short(model, tokenizer):
+    """Parameters of a short greedy text and what plain decoding makes of them."""
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    plain = plain_tokens(model, tokenizer, PROMPTS[:5], params)
+    return params, plain_tokens(model, tokenizer, PROMPTS[:5], params)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_greedy_equals_plain(model, tokenizer, short, number):
+    params, plain = short
     stats = check_greedy(model, tokenizer, PROMPTS[:5], plain, number, params, max_batch=3, cache_tokens=1000)
     # the demo's measured acceptance of a first draft is 0.60 to 0.62 on text; later drafts are kept less often
     assert stats.acceptance_rate > 0.25
@@ -370,7 +376,7 @@ def test_stats():
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
 def test_greedy_equals_plain_on_a_gpu(tokenizer, number):
-    """fp16 activations: logits of size 10 carry a relative error of up to 2e-3 (the goldens' bound), twice that a difference."""
+    """fp16: logits of size 10 carry a relative error of up to 2e-3 (the goldens' bound), a difference of two twice that."""
     model = exl3_triton.load(DEMO, device="cuda", progress=False, mtp=True)
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     plain = plain_tokens(model, tokenizer, PROMPTS, params)

@@ -223,6 +223,7 @@ class Speculator:
             self.probabilities = torch.zeros(shape, dtype=torch.float32, device=device)
         source = torch.tensor([row or 0 for row in kept], dtype=torch.int64).to(device)
         stays = torch.tensor([row is not None for row in kept], dtype=torch.bool).to(device)
+        # a greedy row's drafts may have been made while nothing was sampled: its outcome does not depend on q
         self.drafts[:count] = self.drafts[source]
         self.drafted[:count] = self.drafted[source] * stays
         if self.probabilities is not None and sampling.random:
