@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_mtp import oracle_with_mtp
 from test_runner import collect, mixed
 
 import exl3_triton
+from exl3_triton.model.cache import Batch
 from exl3_triton.model.runner import LLM
 from exl3_triton.model.sampling import SamplingBatch, SamplingParams
 from exl3_triton.model.speculate import NOTHING, SpeculationStats, Speculator, verify
+from exl3_triton.ops._dispatch import override_backend
 from exl3_triton.reference import PAGE
 
 DEMO = exl3_triton.__path__[0] + "/demo"
@@ -352,6 +355,39 @@ def test_generate_reports_unusable_logits():
     assert llm._allocator.available == free
 
 
+@torch.inference_mode()
+def steps(path, device, number=2, count=2, length=11):
+    """Tokens and next drafts of three steps, the last sequence's room ending in the middle of one."""
+    model = exl3_triton.load(path, device=device, dtype=torch.float32, progress=False, mtp=True)
+    vocab = model.config.vocab_size
+    prompts = (torch.arange(count * length, device=device) * 37 % vocab).view(count, length)
+    speculator = Speculator(model, num_pages=count + 1, num_drafts=number, max_batch=4, max_context=PAGE, vocab_size=vocab)
+    cache = model.new_cache(count + 1)
+    for row in range(count):
+        batch = Batch.of_sequence(prompts[row, :-1], 0, [1 + row])
+        speculator.prefill(batch, model(batch, cache), prompts[row, 1:])
+    sampling = SamplingBatch.from_params([SamplingParams()] * count, [0] * count, device)
+    speculator.load([None] * count, [PAGE] * (count - 1) + [length + 2], sampling)
+    tokens, positions = prompts[:, -1].clone(), torch.full((count,), length - 1, device=device)
+    table = torch.arange(1, count + 1, dtype=torch.int32, device=device)[:, None]
+    found = []
+    for _ in range(3):
+        verified, proposed = speculator.step(tokens, positions, table, cache)
+        found.append((verified.sampled.tokens.tolist(), proposed.tolist(), speculator.drafts[:count].tolist()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm4_moe"])
+def test_step_through_the_triton_kernels(tmp_path, device, family):
+    """Several positions of a sequence and padding rows among them, past index_topk = 8; fp32 products on every path."""
+    path = oracle_with_mtp(tmp_path, family)
+    expected = steps(path, "cpu")
+    with override_backend("triton"):
+        assert steps(path, device) == expected
+    assert expected[1][1][0] == 2
+
+
 @pytest.mark.parametrize("value", [-1, 6, 1.5, True])
 def test_llm_refuses_speculate(value):
     with pytest.raises(ValueError, match=r"speculate: found .*, required an integer from 1 to 5"):
@@ -397,8 +433,6 @@ def test_step_in_a_cuda_graph(sampled):
 
     @torch.inference_mode()
     def run(captured):
-        from exl3_triton.model.cache import Batch
-
         sizes = {"num_pages": 1 + count * 4, "num_drafts": number, "max_batch": count}
         speculator = Speculator(model, **sizes, max_context=4 * PAGE, vocab_size=4096)
         cache = model.new_cache(1 + count * 4)
