@@ -72,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--logprobs", type=int, metavar="N", help="list each token's log-probability and the N best, on stderr"
     )
+    generate.add_argument(
+        "--json-schema", metavar="JSON", help="the text is JSON that this schema allows: its text, or a file (extra `grammar`)"
+    )
     _load_arguments(generate)
+    _speculate_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -84,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system message in front of the conversation")
     _sampling_arguments(chat)
     _load_arguments(chat)
+    _speculate_argument(chat)
     chat.set_defaults(run=_chat)
 
     evaluate = commands.add_parser(
@@ -132,6 +137,16 @@ def _load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="activations (default: the device's)")
 
 
+def _speculate_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens drafted a step by the next-token layer, 1..5 (default: 0)",
+    )
+
+
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -166,7 +181,15 @@ def _sampling_params(arguments: argparse.Namespace, logprobs: int | None = None)
         max_tokens=arguments.max_tokens,
         stop=arguments.stop,
         logprobs=logprobs,
+        json_schema=_json_schema(getattr(arguments, "json_schema", None)),
     )
+
+
+def _json_schema(value: str | None) -> str | None:
+    """The text of --json-schema, or of the file that it names."""
+    if value is None or value.lstrip().startswith("{"):
+        return value
+    return Path(value).read_text(encoding="utf-8")
 
 
 def _device_and_dtype(arguments: argparse.Namespace) -> tuple[str, torch.dtype | None]:
@@ -181,7 +204,7 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    llm = LLM(arguments.model, device=device, dtype=dtype)
+    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm
 
@@ -258,6 +281,11 @@ def _stream(llm: LLM, outputs: Iterator[Output]) -> str:
         if sys.stdout.isatty():
             _print("\n")
     _note(f"{count} tokens in {seconds:.2f} s, prompt included; finish reason: {reason}")
+    if (stats := llm.speculation) is not None:
+        _note(
+            f"speculation: {stats.accepted} of {stats.proposed} drafts accepted ({100 * stats.acceptance_rate:.1f} %),"
+            f" {stats.mean_accepted_length:.2f} tokens a step"
+        )
     return text
 
 

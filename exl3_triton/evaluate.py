@@ -94,6 +94,45 @@ def compare(
     return Comparison(_perplexity(losses[0], count), _perplexity(losses[1], count), kl / count, agree / count)
 
 
+@torch.inference_mode()
+def mtp_acceptance(model: Transformer, windows: Tensor, *, batch_size: int = 4, progress: bool = True) -> tuple[float, int]:
+    """How often the next-token layer, fed the text, agrees with the trunk: (share, positions).
+
+    The layer sees the trunk's state at position i and token i + 1; it agrees where its most probable token is the trunk's at
+    i + 1. That is the share of first drafts that greedy speculative decoding would accept along this text.
+
+    Args:
+        model: loaded with `mtp=True`.
+        windows, batch_size, progress: as `perplexity`; a window's first L tokens are fed, which gives L - 1 positions.
+
+    Raises:
+        ValueError: a model without its next-token layer; windows as in `perplexity`.
+    """
+    if model.mtp is None:
+        raise ValueError("mtp_acceptance: the model was loaded without its next-token layer, required load(..., mtp=True)")
+    _check([model], windows, batch_size)
+    windows = windows.to(torch.int64)
+    length = windows.shape[1] - 1
+    pages = pages_for(length)
+    batch_size = min(batch_size, len(windows))
+    cache, draft_cache = model.new_cache(1 + batch_size * pages), model.mtp.new_cache(1 + batch_size * pages)
+    rows = max(1, LOGITS_BUDGET // model.config.vocab_size)
+    agree = 0
+    with tqdm(total=len(windows), unit="window", file=sys.stderr, disable=not progress) as bar:
+        for start in range(0, len(windows), batch_size):
+            part = windows[start : start + batch_size]
+            states = model(_batch(part[:, :-1], pages, model.device), cache)
+            drafts = model.draft(_batch(part[:, 1:], pages, model.device), states, draft_cache)
+            best = [
+                torch.cat([model.compute_logits(piece).argmax(dim=1) for piece in each.split(rows)]).unflatten(0, (-1, length))
+                for each in (states, drafts)
+            ]
+            agree += int((best[0][:, 1:] == best[1][:, :-1]).sum())
+            bar.update(len(part))
+    count = len(windows) * (length - 1)
+    return agree / count, count
+
+
 def read_windows(file: str | Path) -> Tensor:
     """The tensor `windows` of a safetensors file.
 

@@ -78,6 +78,7 @@ def _warm_transformer(model: Transformer, max_tokens: int) -> None:
         return
     pages = pages_for(max_tokens)
     cache = model.new_cache(pages + 1)
+    draft_cache = None if model.mtp is None else model.mtp.new_cache(pages + 1)
     topk = model.config.index_topk or 0
     counts = set(row_counts(max_tokens))
     for module in model.modules():
@@ -89,5 +90,8 @@ def _warm_transformer(model: Transformer, max_tokens: int) -> None:
         for bound in {rows, min(max(rows, topk + PAGE), model.max_context)}:
             for prefill in (False, True):
                 batch = Batch.of_sequence(tokens, 0, range(1, pages + 1), prefill=prefill, max_context=bound)
-                model.compute_logits(model(batch, cache))
+                hidden = model(batch, cache)
+                model.compute_logits(hidden)
+                if draft_cache is not None:
+                    model.draft(batch, hidden, draft_cache)
     torch.cuda.synchronize(device)

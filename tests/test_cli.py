@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,32 @@ def test_generate_options(llm, capsys):
     stop = sampled[20:24]
     assert main(["generate", str(DEMO), "--prompt", PROMPT, *options, "--stop", "never in there", "--stop", stop]) == 0
     assert capsys.readouterr().out == sampled[: sampled.index(stop)]
+
+
+def test_generate_speculate(llm, capsys):
+    assert main(["generate", "--prompt", PROMPT, "--max-tokens", "20", "--speculate", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == text_of(llm, PROMPT, max_tokens=20)
+    counts = re.search(r"speculation: (\d+) of (\d+) drafts accepted \((.*) %\), (.*) tokens a step", err)
+    accepted, proposed = int(counts[1]), int(counts[2])
+    assert 0 < accepted <= proposed
+    assert float(counts[3]) == pytest.approx(100 * accepted / proposed, abs=0.1)
+    # the first token comes from the prompt
+    assert float(counts[4]) == pytest.approx(19 / (19 - accepted), abs=0.01)
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["text", "file"])
+def test_generate_json_schema(tmp_path, capsys, as_file):
+    pytest.importorskip("llguidance", reason="needs the extra `grammar` (llguidance)")
+    properties = {"age": {"type": "integer", "minimum": 1, "maximum": 999}}
+    schema = json.dumps({"type": "object", "properties": properties, "required": ["age"], "additionalProperties": False})
+    if as_file:
+        (tmp_path / "schema.json").write_text(schema)
+        schema = str(tmp_path / "schema.json")
+    assert main(["generate", "--prompt", PROMPT, "--json-schema", schema, "--speculate", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert 1 <= json.loads(out)["age"] <= 999
+    assert "finish reason: stop" in err
 
 
 def test_generate_echo_stdin_and_logprobs(llm, capsys, monkeypatch):
@@ -158,6 +185,9 @@ def test_inspect(capsys):
         (["generate", "--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
         (["generate", "--prompt", "x", "--top-p", "2"], "top_p: found 2.0"),
         (["generate", "--prompt", "x", "--stop", ""], "stop: found ''"),
+        (["generate", "--prompt", "x", "--speculate", "6"], "speculate: found 6, required an integer from 1 to 5"),
+        (["generate", "--prompt", "x", "--json-schema", "{"], "json_schema: not valid JSON"),
+        (["generate", "--prompt", "x", "--json-schema", "no/such/file"], "No such file"),
         (["generate", "no/such/directory", "--prompt", "x"], "no/such/directory"),
         (["generate", "--prompt", "word " * 5000], "but the context holds 4096"),
         (["eval", "--text", "no/such/file"], "No such file"),

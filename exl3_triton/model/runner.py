@@ -1,13 +1,13 @@
 """Generation: prompts in, tokens and text out as they come.
 
 One flat batch a step: sequences join when cache pages are free and leave when they end. A prompt is prefilled in chunks, one
-    chunk
-between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can ever need
-are taken when it joins; it never has to be stopped halfway.
+chunk between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can
+ever need are taken when it joins; it never has to be stopped halfway.
 
 The decode step works on buffers of constant address, rows 0..n-1 in use and the rest padding (position -1, slot -1), and the
 chosen tokens, positions and slots advance on the device: the host reads one small tensor a step, and writes only when a
-sequence joins or leaves.
+sequence joins or leaves. With speculation (`speculate.py`) a step gives a sequence several tokens; grammars (`grammar.py`)
+live on the host, and their masks go to the device before each step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ..reference import PAGE
 from .cache import Batch, PageAllocator, pages_for
+from .grammar import Grammar, GrammarCompiler
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
+from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
 from .transformer import Transformer, load
 
@@ -103,22 +105,33 @@ class _Sequence:
     stop_ids: frozenset[int]
     detokenizer: StreamDetokenizer | None
     stop_strings: StopStrings
+    grammar: Grammar | None
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
     generated: list[int] = field(default_factory=list)
+    row: int | None = None  # in the decode buffers
+    drafts: list[int] = field(default_factory=list)  # what the next step verifies, where a grammar needs to know
+
+    @property
+    def cache_rows(self) -> int:
+        # the last token is never fed back, so it needs no place in the cache
+        return len(self.prompt) + self.limit - 1
 
     @property
     def pages_needed(self) -> int:
-        # the last token is never fed back, so it needs no place in the cache
-        return pages_for(len(self.prompt) + self.limit - 1)
+        return pages_for(self.cache_rows)
 
     def accept(self, token: int, logprobs: TokenLogprobs | None) -> Output:
         """Append a sampled token and decide whether the sequence ends."""
         self.generated.append(token)
-        reason = "stop" if token in self.stop_ids else "length" if len(self.generated) >= self.limit else None
+        ends, complete = token in self.stop_ids, False
+        if self.grammar is not None and not ends:
+            self.grammar.advance(token)
+            complete = self.grammar.finished
+        reason = "stop" if ends or complete else "length" if len(self.generated) >= self.limit else None
         text = ""
         if self.detokenizer is not None:
-            piece = "" if reason == "stop" else self.detokenizer.push(token)
+            piece = "" if ends else self.detokenizer.push(token)
             if reason is not None:
                 piece += self.detokenizer.flush()
             text, found = self.stop_strings.push(piece)
@@ -183,12 +196,15 @@ class LLM:
         cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: one full context.
         max_batch: most sequences decoded together.
         prefill_chunk: most prompt tokens fed in one forward pass.
+        speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
+            distribution, greedy text is the same up to rounding at ties.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
             out.
 
     Attributes:
         max_context: positions that one sequence can really use.
         vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
+        speculation: counts of what speculation brought since loading, None without it.
 
     Raises:
         ValueError: an option out of range or without effect; and whatever `load` raises.
@@ -206,6 +222,7 @@ class LLM:
         cache_tokens: int | None = None,
         max_batch: int = 16,
         prefill_chunk: int = 512,
+        speculate: int = 0,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value in (
@@ -216,6 +233,8 @@ class LLM:
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}: found {value!r}, required an integer >= 1")
+        if speculate != 0:
+            check_num_drafts(speculate)
         if isinstance(model, (str, Path)):
             if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_dir(model)
@@ -225,6 +244,7 @@ class LLM:
                 dtype=dtype,
                 overrides=overrides,
                 max_context=max_context,
+                mtp=speculate > 0,
                 progress=progress is not False,
             )
         elif not (device is dtype is overrides is progress is None):
@@ -247,7 +267,22 @@ class LLM:
         self._rows = _Rows(max_batch, pages_for(self.max_context), model.device)
         self._sampling = SamplingBatch.from_params([], [], model.device)
         self._seen: Tensor | None = None
+        self._grammars: GrammarCompiler | None = None
+        self._speculator: Speculator | None = None
+        if speculate:
+            self._speculator = Speculator(
+                model,
+                num_pages=num_pages + 1,
+                num_drafts=speculate,
+                max_batch=max_batch,
+                max_context=self.max_context,
+                vocab_size=self.vocab_size,
+            )
         self._busy = False
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        return None if self._speculator is None else self._speculator.stats
 
     def generate(
         self,
@@ -265,7 +300,8 @@ class LLM:
 
         Raises:
             ValueError: at once, before any work: an empty prompt, one longer than the context, ids outside the vocabulary,
-                options that need a tokenizer.
+                options that need a tokenizer, a JSON schema or grammar that is not valid.
+            ImportError: a request has a JSON schema or grammar, and the extra `grammar` is not installed.
             RuntimeError: an earlier iterator of this LLM is neither exhausted nor closed.
             FloatingPointError: while iterating: logits hold NaN or have no finite maximum.
         """
@@ -326,7 +362,15 @@ class LLM:
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             detokenizer=StreamDetokenizer(self.tokenizer, tokens) if self.tokenizer is not None else None,
             stop_strings=StopStrings(params.stop),
+            grammar=self._grammar(params) if params.structured else None,
         )
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if self.tokenizer is None:
+            raise ValueError("json_schema, grammar: they need a tokenizer, and the model came without one")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.model.config.eos_token_ids)
+        return self._grammars.compile(params)
 
     def _run(self, sequences: Sequence[_Sequence]) -> Iterator[Output]:
         self._check_idle()
@@ -366,7 +410,7 @@ class LLM:
 
     def _release(self, sequence: _Sequence) -> None:
         self._allocator.free(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.row = [], None
 
     @torch.inference_mode()
     def _prefill(self, sequence: _Sequence) -> Output | None:
@@ -388,12 +432,18 @@ class LLM:
         )
         hidden = self.model(batch, self.cache)
         sequence.prefilled = end
+        following = torch.tensor(sequence.prompt[start + 1 : end + 1], dtype=torch.int64).to(device)
         if end < len(sequence.prompt):
+            if self._speculator is not None:
+                self._speculator.prefill(batch, hidden, following)
             return None
         logits = self.model.compute_logits(hidden[-1:])[:, : self.vocab_size]
         parameters = SamplingBatch.from_params([sequence.params], [sequence.seed], device)
         seen = self._seen_by([sequence]) if parameters.penalized else None
-        sampled = sample(logits, parameters, torch.full((1,), end, device=device), seen=seen)
+        place = torch.full((1,), end, device=device)
+        sampled = sample(logits, parameters, place, seen=seen, allowed=self._allowed([sequence], 1))
+        if self._speculator is not None:
+            self._speculator.prefill(batch, hidden, torch.cat([following, sampled.tokens.clamp(min=0)]))
         return self._accept([sequence], sampled)[0]
 
     @torch.inference_mode()
@@ -405,19 +455,46 @@ class LLM:
         params, seeds = [s.params for s in decoding], [s.seed for s in decoding]
         self._sampling = SamplingBatch.from_params(params, seeds, self.model.device)
         self._seen = self._seen_by(decoding) if self._sampling.penalized else None
+        if self._speculator is not None:
+            kept = [sequence.row for sequence in decoding]
+            self._speculator.load(kept, [sequence.cache_rows for sequence in decoding], self._sampling)
+        for row, sequence in enumerate(decoding):
+            sequence.row = row
 
     @torch.inference_mode()
     def _decode(self, decoding: Sequence[_Sequence]) -> list[Output]:
+        if self._speculator is not None:
+            return self._speculate(decoding, self._speculator)
         rows, count = self._rows, len(decoding)
         positions = rows.positions[:count]
         logits = self._decode_step(
             rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count], rows.sequence[:count]
         )
-        sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen)
+        allowed = self._allowed(decoding, 1)
+        sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen, allowed=allowed)
         if self._seen is not None:
             self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
         rows.advance(sampled.tokens)
         return self._accept(decoding, sampled)
+
+    def _speculate(self, decoding: Sequence[_Sequence], speculator: Speculator) -> list[Output]:
+        rows, count, each = self._rows, len(decoding), speculator.num_drafts + 1
+        state = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
+        allowed = self._allowed(decoding, each)
+        verified, proposed = speculator.step(*state, self.cache, seen=self._seen, allowed=allowed)
+        drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
+        return self._accept(decoding, verified.sampled, each, drafts, proposed.repeat_interleave(each))
+
+    def _allowed(self, sequences: Sequence[_Sequence], each: int) -> Tensor | None:
+        """The grammars' masks int32 [sequences * each, words] for the next step's rows; None where no sequence has one."""
+        if self._grammars is None or all(sequence.grammar is None for sequence in sequences):
+            return None
+        masks = torch.full((len(sequences), each, self._grammars.words), -1, dtype=torch.int32)
+        for rows, sequence in zip(masks, sequences):
+            if sequence.grammar is not None:
+                found = sequence.grammar.mask(sequence.drafts)
+                rows[: len(found)] = found
+        return masks.flatten(0, 1).to(self.model.device)
 
     def _decode_step(self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, sequence: Tensor) -> Tensor:
         """Logits fp32 [n, vocab] of one token for each of n sequences."""
@@ -432,20 +509,40 @@ class LLM:
             seen[row, ids[ids < self.vocab_size]] = True
         return seen.to(self.model.device)
 
-    def _accept(self, sequences: Sequence[_Sequence], sampled: Sampled) -> list[Output]:
-        """The step's one copy to the host, and what each sequence makes of its token."""
-        tokens, logprobs = _to_host(sampled)
-        for sequence, token in zip(sequences, tokens):
-            if token < 0:
-                raise FloatingPointError(
-                    f"prompt {sequence.index}, position {len(sequence.prompt) + len(sequence.generated)}:"
-                    " the model's logits hold NaN, or no finite maximum"
-                )
+    def _accept(
+        self,
+        sequences: Sequence[_Sequence],
+        sampled: Sampled,
+        each: int = 1,
+        drafts: Tensor | None = None,
+        proposed: Tensor | None = None,
+    ) -> list[Output]:
+        """The step's one copy to the host, and what each sequence makes of its tokens, `each` rows a sequence.
+
+        drafts, proposed: int64 [rows] of a speculative step: each sequence's next drafts, and how many it has verified.
+        """
+        extra = () if drafts is None or proposed is None else (drafts, proposed)
+        tokens, logprobs, columns = _to_host(sampled, *extra)
+        starts = range(0, len(tokens), each)
+        found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
+        for sequence, rows in zip(sequences, found):
+            for row in rows:
+                if tokens[row] < 0:
+                    position = len(sequence.prompt) + len(sequence.generated) + row - rows[0]
+                    raise FloatingPointError(
+                        f"prompt {sequence.index}, position {position}: the model's logits hold NaN, or no finite maximum"
+                    )
         outputs = []
-        for sequence, token, found in zip(sequences, tokens, logprobs):
-            wanted = sequence.params.logprobs
-            cut = None if wanted is None or found is None else TokenLogprobs(found.logprob, found.top[:wanted])
-            outputs.append(sequence.accept(token, cut))
+        for sequence, rows in zip(sequences, found):
+            if columns and self.speculation is not None:
+                sequence.drafts = columns[0][rows[0] : rows[0] + each - 1]
+                self.speculation.add(columns[1][rows[0]], len(rows))
+            for row in rows:
+                wanted, known = sequence.params.logprobs, logprobs[row]
+                cut = None if wanted is None or known is None else TokenLogprobs(known.logprob, known.top[:wanted])
+                outputs.append(sequence.accept(tokens[row], cut))
+                if outputs[-1].finish_reason is not None:
+                    break  # what was accepted behind the end is not part of the text
         return outputs
 
 
@@ -463,22 +560,22 @@ def describe(model: Transformer) -> str:
     return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
 
 
-def _to_host(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Tokens and log-probabilities on the host, in one copy: everything as 32-bit words of one tensor."""
-    columns = [sampled.tokens[:, None].to(torch.int32)]
+def _to_host(sampled: Sampled, *extra: Tensor) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
+    """Tokens, log-probabilities and further integer columns on the host, in one copy: as 32-bit words of one tensor."""
+    columns = [each[:, None].to(torch.int32) for each in (sampled.tokens, *extra)]
+    whole = len(columns)
     if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
         columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
         columns.append(sampled.top_ids.to(torch.int32))
         columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
     packed = torch.cat(columns, dim=1).cpu()
-    tokens: list[int] = packed[:, 0].tolist()
-    if len(columns) == 1:
-        return tokens, [None] * len(tokens)
-    count = columns[2].shape[1]
-    chosen = packed[:, 1].contiguous().view(torch.float32).tolist()
-    ids = packed[:, 2 : 2 + count].tolist()
-    values = packed[:, 2 + count :].contiguous().view(torch.float32).tolist()
-    return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in zip(chosen, ids, values)]
+    tokens, *others = packed[:, :whole].T.tolist()
+    if len(columns) == whole:
+        return tokens, [None] * len(tokens), others
+    chosen = packed[:, whole].contiguous().view(torch.float32).tolist()
+    ids, values = packed[:, whole + 1 :].chunk(2, dim=1) if columns[-1].shape[1] else (packed[:, :0], packed[:, :0])
+    rows = zip(chosen, ids.tolist(), values.contiguous().view(torch.float32).tolist())
+    return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in rows], others
 
 
 def _as_list(prompts: Any, chat: bool) -> list[Prompt]:

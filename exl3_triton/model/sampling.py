@@ -12,10 +12,11 @@ Flood: Fast splittable pseudorandom number generators, 2014); the choice is the 
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -25,6 +26,9 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+# Seeds of further streams of noise at a position are the request's, xor one of these (digits of pi).
+DRAFT_STREAM = 0x243F6A8885A308D3
+ACCEPT_STREAM = 0x13198A2E03707344
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class SamplingParams:
         logprobs: report the chosen token's log-probability and those of the n most probable ids; None reports none. They are
             the model's own, before penalty, temperature and filters.
         ignore_eos: do not end at the model's end-of-sequence ids.
+        json_schema: the text is JSON that this schema allows (an object, or its JSON text; kept as text), and ends with it.
+        grammar: the text is one of this grammar (Lark's notation, as llguidance reads it), and ends with it.
 
     Filters act in the order temperature, top_k, top_p, min_p; among equally probable ids the lower id counts as more probable.
 
@@ -63,6 +69,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def normalise(name: str, value: Any) -> None:
@@ -85,10 +93,36 @@ class SamplingParams:
                 raise ValueError(f"stop: found {text!r}, required non-empty strings")
         normalise("stop", stop)
         normalise("stop_token_ids", tuple(_integer("stop_token_ids", token, 0) for token in self.stop_token_ids))
+        if self.json_schema is not None:
+            normalise("json_schema", _schema_text(self.json_schema))
+        if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar.strip()):
+            raise ValueError(f"grammar: found {self.grammar!r}, required the text of a grammar")
+        if self.structured and (self.ignore_eos or None not in (self.json_schema, self.grammar)):
+            found = "ignore_eos" if self.ignore_eos else "both"
+            raise ValueError(f"json_schema, grammar: found {found}, required one of them, and a text that may end with it")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def structured(self) -> bool:
+        return self.json_schema is not None or self.grammar is not None
+
+
+def _schema_text(schema: Any) -> str:
+    """A JSON schema, as an object or its JSON text, as JSON text. Raises ValueError for anything else."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"json_schema: not valid JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"json_schema: found {type(schema).__name__}, required a JSON object, or its text")
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json_schema: not JSON: {error}") from None
 
 
 def _real(name: str, value: Any, rule: str, accept: Any) -> float:
@@ -146,6 +180,18 @@ class SamplingBatch:
             num_logprobs=max(requested) if requested else None,
         )
 
+    def repeat(self, times: int) -> SamplingBatch:
+        """Every row `times` times in a row, for as many positions of one sequence."""
+        return replace(
+            self,
+            temperature=self.temperature.repeat_interleave(times),
+            top_k=self.top_k.repeat_interleave(times),
+            top_p=self.top_p.repeat_interleave(times),
+            min_p=self.min_p.repeat_interleave(times),
+            penalty=self.penalty.repeat_interleave(times),
+            seed=self.seed.repeat_interleave(times),
+        )
+
 
 def resolve_seed(params: SamplingParams) -> int:
     """The request's seed, or a fresh one from the operating system."""
@@ -165,7 +211,9 @@ class Sampled:
     top_logprobs: Tensor | None = None
 
 
-def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor, *, seen: Tensor | None = None) -> Sampled:
+def sample(
+    logits: Tensor, batch: SamplingBatch, positions: Tensor, *, seen: Tensor | None = None, allowed: Tensor | None = None
+) -> Sampled:
     """Choose a token per row, without a host copy.
 
     Args:
@@ -173,6 +221,7 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor, *, seen: Ten
         batch: the rows' parameters.
         positions: int64 [B], the position that each chosen token will take in its sequence; the counter of its noise.
         seen: bool [B, V], ids of prompt and output so far; required if any row has a repetition penalty.
+        allowed: int32 [B, at least V / 32], bit i of word w set where id 32 w + i may be chosen; None allows all.
 
     Raises:
         ValueError: wrong shapes or dtype, or a penalty without `seen`.
@@ -183,25 +232,41 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor, *, seen: Ten
     if positions.shape != (rows,) or batch.seed.shape != (rows,):
         found = f"{tuple(positions.shape)} positions and parameters of {tuple(batch.seed.shape)} rows"
         raise ValueError(f"positions: found {found}, required one of each for {rows} rows of logits")
+    scores, usable = adjust(logits, batch, seen=seen, allowed=allowed)
+    if batch.random:
+        noise = gumbel_noise(batch.seed, positions, logits.shape[1])
+        scores = scores + noise.masked_fill((batch.temperature == 0)[:, None], 0.0)
+    tokens = torch.where(usable, scores.argmax(dim=1), -1)
+    return with_logprobs(logits, tokens, batch)
+
+
+def adjust(
+    logits: Tensor, batch: SamplingBatch, *, seen: Tensor | None = None, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What rows are sampled from: (scores fp32 [B, V], usable bool [B]); arguments as `sample`.
+
+    Scores are logits after grammar, penalty, temperature and filters; their softmax is the row's distribution, and a greedy
+    row's token is their argmax. A row without one finite best logit (the largest is NaN if any is) is not usable: it has no
+    distribution.
+    """
     scores = logits
     if batch.penalized:
         if seen is None or seen.shape != logits.shape:
             raise ValueError(f"seen: found {None if seen is None else tuple(seen.shape)}, required bool {tuple(logits.shape)}")
         scores = _penalize(scores, seen, batch.penalty)
-
+    if allowed is not None:
+        scores = scores.masked_fill(~_bits(allowed, logits.shape[1]), -math.inf)
     best = scores.amax(dim=1)
     if batch.random:
-        cold = batch.temperature == 0
-        divisor = torch.where(cold, 1.0, batch.temperature)
+        divisor = torch.where(batch.temperature == 0, 1.0, batch.temperature)
         scores = (scores - best[:, None]) / divisor[:, None]
         if batch.filtered:
             scores = scores.masked_fill(~_keep(scores, batch), -math.inf)
-        noise = gumbel_noise(batch.seed, positions, logits.shape[1])
-        scores = scores + noise.masked_fill(cold[:, None], 0.0)
-    tokens = scores.argmax(dim=1)
-    # The largest logit is NaN if any is; a row without one finite best logit has no distribution to choose from.
-    tokens = torch.where(torch.isfinite(best), tokens, -1)
+    return scores, torch.isfinite(best)
 
+
+def with_logprobs(logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> Sampled:
+    """The chosen `tokens` int64 [B] with what the batch reports of the model's own log-probabilities."""
     if batch.num_logprobs is None:
         return Sampled(tokens)
     logprobs = logits.log_softmax(dim=1)
@@ -210,14 +275,29 @@ def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor, *, seen: Ten
     return Sampled(tokens, chosen, ids, logprobs.gather(1, ids))
 
 
+def uniform_noise(seed: Tensor, positions: Tensor) -> Tensor:
+    """Uniform noise fp32 [B] in (0, 1), a pure function of (seed int64 [B], position int64 [B])."""
+    return _uniform(_mix(_mix(seed) + positions))
+
+
 def gumbel_noise(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise fp32 [B, V], a pure function of (seed int64 [B], position int64 [B], id)."""
     key = _mix(_mix(seed) + positions)
     ids = torch.arange(1, vocab_size + 1, device=seed.device, dtype=torch.int64)
     bits = _mix(key[:, None] + ids * _signed(_GOLDEN))
-    # 63 random bits as a float in (0, 1): small values keep their relative precision, and those decide rare tokens.
+    return -torch.log(-torch.log1p(-_uniform(bits)))
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """63 random bits as a float in (0, 1): small values keep their relative precision, and those decide rare tokens."""
     uniform = ((bits & (2**63 - 1)).to(torch.float32) + 0.5) * 2.0**-63
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2**-24)))
+    return uniform.clamp(max=1 - 2**-24)
+
+
+def _bits(words: Tensor, count: int) -> Tensor:
+    """bool [B, count] from int32 words [B, W], lowest bit first."""
+    shifts = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :count].bool()
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -98,6 +98,10 @@ class Tokenizer:
         """Text of `ids`; bytes that form no character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def token_text(self, token_id: int) -> str:
         """Text of one token as the vocabulary has it, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)

@@ -21,6 +21,7 @@ from .gqa import GQA
 from .layers import GatedMLP, RMSNorm
 from .loader import WeightSource, mtp_prefixes
 from .moe import MoE
+from .mtp import MTP, check_mtp, copies_of_the_trunk, mtp_layer_config
 
 DEFAULT_MAX_CONTEXT = 65536  # bounds the rope table where a model's own limit is a million tokens
 PREFILL_ROWS = 2048  # rows that the experts' arena holds at once, unless the environment says otherwise
@@ -52,13 +53,13 @@ class Transformer(nn.Module):
     """A GLM or DeepSeek decoder. Build one with `load`; `forward` runs a flat batch over a paged cache.
 
     The residual stream is fp32; normed activations, queries and the cache have `dtype`. `max_context` positions have rope
-    table rows: longer sequences are refused by whoever builds the batch.
+    table rows: longer sequences are refused by whoever builds the batch. `mtp` is the next-token layer, where it was loaded.
     """
 
     embedding: Tensor
     rope_table: Tensor
 
-    def __init__(self, config: ModelConfig, source: Any, *, dtype: torch.dtype, max_context: int):
+    def __init__(self, config: ModelConfig, source: Any, *, dtype: torch.dtype, max_context: int, mtp: bool = False):
         super().__init__()
         self.config, self.dtype, self.max_context = config, dtype, max_context
         hidden = config.hidden_size
@@ -67,16 +68,27 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(source.tensor("norm.weight", (hidden,)), config.rms_norm_eps)
         self.lm_head = source.lm_head(hidden, config.vocab_size, tied=config.tie_word_embeddings, embedding=self.embedding)
         self.register_buffer("rope_table", rope_table(config, max_context, self.embedding.device), persistent=False)
+        block = Block(mtp_layer_config(config), source, config.num_layers) if mtp else None
+        self.mtp = MTP(config, source, block, dtype=dtype) if block is not None else None
         if self.device.type not in ("cpu", "meta"):
-            self._plan_experts()
+            self.plan_experts()
 
     @property
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def _plan_experts(self) -> None:
-        """One plan and one arena for the quantized experts of all layers; longer prefills run in slices of PREFILL_ROWS."""
-        layers = [block.feed_forward for block in cast(list[Block], self.blocks) if isinstance(block.feed_forward, MoE)]
+    def plan_experts(self) -> None:
+        """Plans and arenas for the quantized experts: one of each for the trunk's layers and one for the next-token layer.
+
+        The two never share scratch: their steps may be captured separately. `load` calls this on a GPU.
+        """
+        self._bind_experts(cast(list[Block], list(self.blocks)))
+        if self.mtp is not None:
+            self._bind_experts([cast(Block, self.mtp.block)])
+
+    def _bind_experts(self, blocks: list[Block]) -> None:
+        """One plan and one arena for the experts of these blocks; longer prefills run in slices of PREFILL_ROWS."""
+        layers = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
         layers = [layer for layer in layers if isinstance(layer.experts, ExpertWeights)]
         if not layers:
             return
@@ -97,6 +109,11 @@ class Transformer(nn.Module):
     def new_cache(self, num_pages: int) -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved."""
         return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device)
+
+    def draft(self, batch: Batch, hidden: Tensor, cache: KVCache) -> Tensor:
+        """`MTP.forward` with the trunk's embedding and rope table; the states go into `compute_logits` like the trunk's."""
+        assert self.mtp is not None  # whoever drafts has loaded the layer
+        return self.mtp(batch, hidden, cache, self.embedding, self.rope_table)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Hidden states [T, hidden] after the final norm, in the activation dtype; writes the tokens' rows into the cache."""
@@ -139,6 +156,7 @@ def load(
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, Any] | None = None,
     max_context: int | None = None,
+    mtp: bool = False,
     progress: bool = True,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
@@ -146,7 +164,8 @@ def load(
     device: where the weights go. dtype: of activations, cache and unquantized weights; default fp32 on a CPU, fp16 on a GPU
     (the residual stream and everything that can grow is fp32 either way). overrides: changes config.json's keys before they
     are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare for, default the model's own limit up to 65,536.
-    progress: a bar on stderr. Everything that can be refused is refused from the headers, before any weight is read: raises
+    mtp: also the next-token layer, for speculative decoding. progress: a bar on stderr. Everything that can be refused is
+    refused from the headers, before any weight is read: raises
     FormatError (a ValueError) naming the tensor or key, what was found and what is required.
     """
     device = torch.device(device)
@@ -160,11 +179,13 @@ def load(
     max_context = min(limit, DEFAULT_MAX_CONTEXT) if max_context is None else max_context
     if not 1 <= max_context <= limit:
         raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings of {path})")
+    if mtp:
+        check_mtp(config)
     with WeightSource(checkpoint, "meta", dtype) as headers:
-        Transformer(config, headers, dtype=dtype, max_context=max_context)
-        headers.finish(mtp_prefixes(config))
+        Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
+        headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
         headers.check_scales()
     total = headers.claimed_bytes
     with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
-        model = Transformer(config, source, dtype=dtype, max_context=max_context)
+        model = Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp)
     return model.eval()

@@ -1,0 +1,149 @@
+"""Plain against speculative decoding on this machine's GPU: `python tests/benchmark/speculate.py --out results.json`.
+
+    --model PATH|PRESET   a checkpoint (default: the embedded demo), or a preset's geometry with random 3-bit weights
+    --batch 1,8           sequences decoded together            --speculate 1,2,3,5    drafts a step
+    --context N           tokens in the cache of each sequence  --bits K               of a preset's matrices
+
+Steps are CUDA graph replays, sampling included, greedy. A checkpoint's acceptance is what it reaches on its own text. On
+random weights nothing would be accepted; since a step costs the same whatever is kept, tokens/s are given for every forced
+number of accepted drafts. `speedup` is tokens a step, times a plain step's time over a speculative step's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import torch
+from measure import random_experts, random_matrix
+from timing import header, microseconds
+from torch import Tensor, nn
+
+import exl3_triton
+from exl3_triton import LLM, SamplingParams
+from exl3_triton.format import Codebook
+from exl3_triton.model.cache import Batch, pages_for
+from exl3_triton.model.config import ModelConfig
+from exl3_triton.model.layers import Exl3Linear, PlainLinear
+from exl3_triton.model.sampling import SamplingBatch, sample
+from exl3_triton.model.speculate import Speculator
+from exl3_triton.model.transformer import Transformer
+
+DEMO = exl3_triton.__path__[0] + "/demo"
+PROMPTS = ["In the beginning", "It is a truth universally acknowledged, that", "And Moses said unto", "She was"]
+
+
+class RandomWeights:
+    """A weight source without a checkpoint: random trellis data for every matrix, small random numbers for the rest."""
+
+    def __init__(self, bits: float, biases: bool):
+        self.bits, self.biases = bits, biases
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, optional: bool = False) -> Tensor:
+        random = 0.02 * torch.randn(shape, dtype=dtype or torch.float16, device="cuda")
+        return random + 1 if name.endswith("norm.weight") else random
+
+    def linear(self, name: str, in_features: int, out_features: int) -> nn.Module:
+        if name.endswith(("k_proj", "q_proj", "v_proj")) and self.biases:
+            shape = (out_features, in_features)
+            return PlainLinear(self.tensor(name, shape), self.tensor(name, (out_features,)))
+        return Exl3Linear(random_matrix(in_features, out_features, self.bits, Codebook.MCG))
+
+    def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
+        return self.linear("lm_head", hidden_size, vocab_size)
+
+    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> Any:
+        return random_experts(num_experts, hidden_size, intermediate_size, self.bits, Codebook.MCG)
+
+
+def open_model(name: str, bits: float, max_context: int) -> Transformer:
+    if pathlib.Path(name).is_dir():
+        return exl3_triton.load(name, device="cuda", mtp=True, max_context=max_context)
+    config = ModelConfig.preset(name)
+    with torch.inference_mode(False):
+        source = RandomWeights(bits, config.attention_bias)
+        return Transformer(config, source, dtype=torch.float16, max_context=max_context, mtp=True).eval()
+
+
+@torch.inference_mode()
+def step_microseconds(model: Transformer, batch: int, drafts: int, context: int) -> float:
+    """One decode step of `batch` sequences; `drafts` 0 is plain decoding."""
+    each = pages_for(context + 64)
+    limit, vocab = each * 64, model.config.vocab_size
+    sampling = SamplingBatch.from_params([SamplingParams()] * batch, range(batch), "cuda")
+    table = 1 + torch.arange(batch * each, dtype=torch.int32, device="cuda").view(batch, each)
+    cache = model.new_cache(1 + batch * each)
+    tokens = torch.randint(0, vocab, (batch,), device="cuda")
+    positions = torch.full((batch,), context, device="cuda")
+    if drafts:
+        sizes = {"num_pages": 1 + batch * each, "num_drafts": drafts, "max_batch": batch, "max_context": limit}
+        speculator = Speculator(model, **sizes, vocab_size=vocab)
+        speculator.load([None] * batch, [limit] * batch, sampling)
+        speculator.drafted.fill_(drafts)
+
+        def step() -> None:
+            positions.fill_(context)  # every replay at the same length
+            speculator.step(tokens, positions, table, cache)
+    else:
+        sequence = torch.arange(batch, dtype=torch.int32, device="cuda")
+
+        def step() -> None:
+            slots = table[:, context // 64].long() * 64 + context % 64
+            flat = Batch(tokens, positions, slots, table, sequence, max_context=limit, prefill=False)
+            logits = model.compute_logits(model(flat, cache))
+            tokens.copy_(sample(logits, sampling, positions + 1).tokens.clamp(min=0))
+
+    return microseconds([step])
+
+
+def accepted_length(model: Transformer, name: str, drafts: int) -> float:
+    """Mean tokens a step of greedy text from a checkpoint."""
+    llm = LLM(model, tokenizer=LLM(name, progress=False).tokenizer, speculate=drafts)
+    for _ in llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True)):
+        pass
+    assert llm.speculation is not None
+    return llm.speculation.mean_accepted_length
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEMO)
+    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--speculate", default="1,2,3,5")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--bits", type=float, default=3)
+    parser.add_argument("--out", type=pathlib.Path)
+    arguments = parser.parse_args()
+    model = open_model(arguments.model, arguments.bits, arguments.context + 128)
+    checkpoint = pathlib.Path(arguments.model).is_dir()
+    rows = []
+    for batch in map(int, arguments.batch.split(",")):
+        plain = step_microseconds(model, batch, 0, arguments.context)
+        for drafts in map(int, arguments.speculate.split(",")):
+            step = step_microseconds(model, batch, drafts, arguments.context)
+            real = accepted_length(model, arguments.model, drafts) if checkpoint else None
+            for length in [real] if real is not None else [1.0 + kept for kept in range(drafts + 1)]:
+                rows.append(
+                    {
+                        "model": pathlib.Path(arguments.model).name,
+                        "batch": batch,
+                        "drafts": drafts,
+                        "forced": not checkpoint,
+                        "tokens_a_step": round(length, 3),
+                        "plain_us": round(plain, 1),
+                        "step_us": round(step, 1),
+                        "plain_tokens_per_s": round(batch * 1e6 / plain, 1),
+                        "tokens_per_s": round(batch * length * 1e6 / step, 1),
+                        "speedup": round(length * plain / step, 3),
+                    }
+                )
+                print(rows[-1], flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"header": header(), "rows": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
