@@ -4,6 +4,9 @@ It is multi-query attention: the heads of a token are the rows of a tile, the ca
 values, values. A token's context is cut into ranges (flash decoding) by its own length alone, so neither the other tokens nor
 `max_context` change a bit of its result; the grid is sized by `max_context`, so it can be captured; `_combine_kernel` adds
 the ranges in ascending order. Prefill, the expanded form, is in `prefill.py`.
+
+Hopper's matrix instructions have at least 64 rows, more than the heads of a rank: there keys are the rows and heads the
+columns of both products, and a tile of keys goes from its copy in shared memory into either one without passing registers.
 """
 
 from typing import NamedTuple
@@ -16,20 +19,22 @@ from ._args import block, check_batch, check_cache, check_float, check_index, un
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
 from .prefill import LOG2E, mla_prefill
+from .tuning import Device, device_of
 
 __all__ = ["mla_decode", "mla_prefill"]
 
 DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
 _SCRATCH_BYTES = 64 << 20  # partial results: a launch takes as many tokens as fit
-_CHUNK = 16  # ranges that the combine kernel adds at a time
-_COMBINE_COLUMNS = 128
+_COMBINE_ROWS, _COMBINE_COLUMNS = 64, 32  # ranges and columns that the combine kernel adds at a time
 
 
 class DecodeTile(NamedTuple):
-    heads: int  # rows of the tile
+    heads: int
     keys: int  # <= 64: a dense tile lies in one page
     warps: int
     stages: int
+    transposed: bool = False  # keys are the rows of both products
+    ahead: bool = False  # the next tile of keys waits in registers, for tiles of which shared memory has room for one
 
 
 class SplitPlan(NamedTuple):
@@ -40,12 +45,14 @@ class SplitPlan(NamedTuple):
     grid: int  # ranges that the longest possible context needs
 
 
-def decode_tile(heads: int, dtype: torch.dtype) -> DecodeTile:
-    """Fits 99 KiB of shared memory (AMD: 64) at C = 512, R = 64."""
+def decode_tile(heads: int, dtype: torch.dtype, device: Device) -> DecodeTile:
+    """At C = 512, R = 64: within 227 KiB of shared memory on sm_90, 99 KiB on other NVIDIA GPUs, 64 KiB on AMD."""
     if dtype == torch.float32:
         return DecodeTile(16, 16, 4, 1)
-    if torch.version.hip:
+    if device.family == "hip":
         return DecodeTile(16, 32, 4, 2)
+    if device.family == "sm_90":
+        return DecodeTile(16, 64, 4, 2, True) if heads <= 16 else DecodeTile(64, 64, 8, 2)
     return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
 
 
@@ -80,6 +87,22 @@ def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_
     return page * 64 + n % 64, n < end
 
 
+@triton.jit
+def _latents(
+    cache, slot, valid, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr
+):
+    """The tile's latents [keys, C] and rope keys [keys, R]."""
+    c = tl.arange(0, BLOCK_C)
+    r = tl.arange(0, BLOCK_R)
+    source = cache + slot[:, None] * (C + R)
+    k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
+    kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+    if WIDE:
+        k = k.to(tl.float32)
+        kr = kr.to(tl.float32)
+    return k, kr
+
+
 @triton.jit(
     do_not_specialize=["first_token", "table_stride", "splits"],
     do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
@@ -89,11 +112,14 @@ def _mla_decode_kernel(
     first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
-    itself.
+    itself. TRANSPOSED: scores are [keys, heads], the accumulator [C, heads].
     """
+    HEADS: tl.constexpr = 1 if TRANSPOSED else 0  # dimension of the scores and, as it happens, of the accumulator
+    KEYS: tl.constexpr = 1 - HEADS
     local = tl.program_id(0).to(tl.int64)  # row of the partial results
     token = local + first_token
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -106,41 +132,54 @@ def _mla_decode_kernel(
     if (split < used) | (MOST == 1):
         c = tl.arange(0, BLOCK_C)
         r = tl.arange(0, BLOCK_R)
-        row = head.to(tl.int64)[:, None]
+        mine = head.to(tl.int64)[:, None]
         mask_c = (head < H)[:, None] & (c < C)[None, :]
-        q = tl.load(q_latent + token * latent_token + row * latent_head + c[None, :], mask=mask_c, other=0.0)
+        q = tl.load(q_latent + token * latent_token + mine * latent_head + c[None, :], mask=mask_c, other=0.0)
         mask_r = (head < H)[:, None] & (r < R)[None, :]
-        qr = tl.load(q_rope + token * rope_token + row * rope_head + r[None, :], mask=mask_r, other=0.0)
+        qr = tl.load(q_rope + token * rope_token + mine * rope_head + r[None, :], mask=mask_r, other=0.0)
         if WIDE:
             q = q.to(tl.float32)
             qr = qr.to(tl.float32)
         pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
         running = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.zeros((BLOCK_H, BLOCK_C), tl.float32)
+        acc = tl.zeros((BLOCK_C, BLOCK_H) if TRANSPOSED else (BLOCK_H, BLOCK_C), tl.float32)
         end = tl.minimum((split + 1) * range_keys, count)
         slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
+        if AHEAD:
+            k, kr = _latents(cache, slot, valid, C, R, BLOCK_C, BLOCK_R, WIDE)
         for first in range(split * range_keys, end, BLOCK_N):
             # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
             next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
-            source = cache + slot[:, None] * (C + R)
-            k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-            kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
-            if WIDE:
-                k = k.to(tl.float32)
-                kr = kr.to(tl.float32)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
-            s = tl.where(valid[None, :], s, float("-inf"))
-            peak = tl.maximum(running, tl.max(s, axis=1) * scale)
+            if AHEAD:
+                next_k, next_kr = _latents(cache, next_slot, next_valid, C, R, BLOCK_C, BLOCK_R, WIDE)
+            else:
+                k, kr = _latents(cache, slot, valid, C, R, BLOCK_C, BLOCK_R, WIDE)
+            if TRANSPOSED:
+                s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                s = tl.dot(kr, tl.trans(qr), s, input_precision="ieee")
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
+            s = tl.where(tl.expand_dims(valid, HEADS), s, float("-inf"))
+            peak = tl.maximum(running, tl.max(s, axis=KEYS) * scale)
             base = tl.where(peak == float("-inf"), 0.0, peak)  # a tile may hold no selected position at all
-            p = tl.exp2(tl.fma(s, scale, -base[:, None]))
+            p = tl.exp2(tl.fma(s, scale, tl.expand_dims(-base, KEYS)))
             shrink = tl.exp2(running - base)
-            total = total * shrink + tl.sum(p, axis=1)
-            acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(p, axis=KEYS)
+            acc = acc * tl.expand_dims(shrink, KEYS)
+            if TRANSPOSED:
+                acc = tl.dot(tl.trans(k), p.to(k.dtype), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(p.to(k.dtype), k, acc, input_precision="ieee")
             running = peak
             slot = next_slot
             valid = next_valid
+            if AHEAD:
+                k = next_k
+                kr = next_kr
+        if TRANSPOSED:
+            acc = tl.trans(acc)
         if MOST == 1:
             where = token * H + head
             empty = total == 0.0
@@ -162,9 +201,9 @@ def _mla_decode_kernel(
 def _combine_kernel(
     part_acc, part_max, part_sum, positions, out, lse, first_row, splits,
     H: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    MOST_PAD: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    MOST_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One (token, head, block of columns): the ranges' partial results, weighted and added in chunks of fixed size."""
+    """One (token, head, block of columns): the ranges' partial results, weighted and added, ROWS of them at a time."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     target = row + first_row
@@ -180,8 +219,8 @@ def _combine_kernel(
     total = tl.sum(tl.exp2(maxima - base) * tl.load(part_sum + row * splits + i, mask=i < used, other=0.0), axis=0)
     empty = total == 0.0
     acc = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, used, CHUNK):
-        j = first + tl.arange(0, CHUNK)
+    for first in range(0, used, ROWS):
+        j = first + tl.arange(0, ROWS)
         weight = tl.exp2(tl.load(part_max + row * splits + j, mask=j < used, other=float("-inf")) - base)
         values = tl.load(
             part_acc + (row * splits + j)[:, None] * C + c[None, :], mask=(j < used)[:, None] & (c < C)[None, :], other=0.0
@@ -218,7 +257,7 @@ def _launch_mla_decode(
     chosen = 0 if selected is None else selected.shape[1]
     picks = positions if selected is None else selected.contiguous()
     wide = not (q_latent.dtype == q_rope.dtype == cache.dtype) or cache.dtype == torch.float32
-    tile = tile or decode_tile(heads, torch.float32 if wide else cache.dtype)
+    tile = tile or decode_tile(heads, torch.float32 if wide else cache.dtype, device_of(device))
     head_blocks = -(-heads // tile.heads)
     plan = plan or split_plan(tokens, head_blocks, chosen or max_context, chosen > 0)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
@@ -236,12 +275,13 @@ def _launch_mla_decode(
                 part_acc, part_max, part_sum, out, lse, scale * LOG2E,
                 t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
-                WIDE=wide, **widths, num_warps=tile.warps, num_stages=tile.stages,
+                TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, **widths,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
-                    MOST_PAD=block(plan.most, 2), CHUNK=_CHUNK, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
+                    MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
                 )  # fmt: skip
     return out, lse
 

@@ -14,13 +14,12 @@ from .. import reference
 from ._args import FLOATS, PAGE, block, check_batch, check_float, check_index, check_table, unit_last, unit_rows
 from ._dispatch import call, device_guard, launchable, use_triton
 from ._triton import tl, triton
-from .attention import DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
+from .attention import _COMBINE_COLUMNS, _COMBINE_ROWS, DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
 from .prefill import LOG2E, _bounds_kernel
 from .rope import rope_factors, rope_pair
+from .tuning import Device, device_of
 
 _SCRATCH_BYTES = 64 << 20  # partial results of decoding: a launch takes as many tokens as fit
-_CHUNK = 16  # ranges that are combined at a time
-_COMBINE_COLUMNS = 128
 _MAX_GRID = 65535  # sequences a prefill launch: the third axis of a CUDA grid
 
 
@@ -31,22 +30,28 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-def grouped_decode_tile(dtype: torch.dtype) -> GroupedTile:
-    """Fits 99 KiB of shared memory at D = V = 256."""
-    return GroupedTile(16, 16, 4, 1) if dtype == torch.float32 else GroupedTile(16, 64, 4, 2)
-
-
-def grouped_prefill_tile(dtype: torch.dtype, width: int) -> GroupedTile:
-    """Fits 99 KiB of shared memory at D = V = 256."""
+def grouped_decode_tile(dtype: torch.dtype, width: int) -> GroupedTile:
+    """Fits 99 KiB of shared memory at widths of 256."""
     if dtype == torch.float32:
         return GroupedTile(16, 16, 4, 1)
+    return GroupedTile(16, 64, 4, 3 if width <= 128 else 2)
+
+
+def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device) -> GroupedTile:
+    """At widths of 256: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
+    if dtype == torch.float32:
+        return GroupedTile(16, 16, 4, 1)
+    if device.family == "sm_90":
+        return GroupedTile(128, 64, 8, 3 if width <= 128 else 2)
     return GroupedTile(128, 64, 8, 2) if width <= 128 else GroupedTile(64, 32, 4, 2)
 
 
 def grouped_split_plan(tokens: int, kv_heads: int, context: int) -> SplitPlan:
-    """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many."""
+    """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many, a wave
+    of three a multiprocessor for a long context with eight key-value heads.
+    """
     least = 128
-    most = max(8, min(128, 512 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
+    most = max(8, min(128, 384 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
     return SplitPlan(least, most, min(-(-max(context, 1) // least), most))
 
 
@@ -122,9 +127,12 @@ def _gqa_decode_kernel(
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
         end = tl.minimum((split + 1) * range_keys, count)
+        page = tl.load(pages + split * range_keys // 64, mask=split * range_keys < end, other=0).to(tl.int64)
         for first in range(split * range_keys, end, BLOCK_N):
+            # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0).to(tl.int64)
             valid = first + n < end
-            slot = tl.load(pages + first // 64).to(tl.int64) * 64 + first % 64 + n
+            slot = page * 64 + first % 64 + n
             row = (slot * KV + kv)[:, None]
             k = tl.load(k_cache + row * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(v_cache + row * V + e[None, :], mask=valid[:, None] & (e < V)[None, :], other=0.0)
@@ -139,6 +147,7 @@ def _gqa_decode_kernel(
             total = total * shrink + tl.sum(p, axis=1)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             running = peak
+            page = next_page
         if MOST == 1:
             where = token * H + head
             empty = total == 0.0
@@ -155,19 +164,24 @@ def _gqa_decode_kernel(
 
 @triton.jit
 def _attend_tile(
-    x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
+    x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
     KV: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, positions first ..: updated (running maximum, sum, accumulator). MASK: causally, and up to `end`."""
+    """One tile of keys, positions first .. in `page`: updated (running maximum, sum, accumulator). MASK: causally, and up to
+    `end`.
+    """
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
     n = first + tl.arange(0, BLOCK_N)
-    inside = (n < end)[:, None] if MASK else (n >= 0)[:, None]
-    slot = tl.load(pages + first // 64).to(tl.int64) * 64 + n % 64
-    row = (slot * KV + kv)[:, None]
-    k = tl.load(k_cache + row * D + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
-    v = tl.load(v_cache + row * V + e[None, :], mask=inside & (e < V)[None, :], other=0.0)
+    in_d = (d < D)[None, :]
+    in_e = (e < V)[None, :]
+    if MASK:
+        in_d = in_d & (n < end)[:, None]
+        in_e = in_e & (n < end)[:, None]
+    row = ((page.to(tl.int64) * 64 + n % 64) * KV + kv)[:, None]
+    k = tl.load(k_cache + row * D + d[None, :], mask=in_d, other=0.0)
+    v = tl.load(v_cache + row * V + e[None, :], mask=in_e, other=0.0)
     if WIDE:
         k = k.to(tl.float32)
         v = v.to(tl.float32)
@@ -216,16 +230,21 @@ def _gqa_prefill_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         end = last + 1
         whole = (lowest + 1) // BLOCK_N * BLOCK_N  # keys that every row attends
+        page = tl.load(pages)
         for first in range(0, whole, BLOCK_N):
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0)  # ahead, as in decoding
             running, total, acc = _attend_tile(
-                x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
+                x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
                 KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, False, WIDE,
             )  # fmt: skip
+            page = next_page
         for first in range(whole, end, BLOCK_N):
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0)
             running, total, acc = _attend_tile(
-                x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
+                x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
                 KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, True, WIDE,
             )  # fmt: skip
+            page = next_page
         where = row * H + head
         mask = mine[:, None] & (e < V)[None, :]
         tl.store(out + where[:, None] * V + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -358,7 +377,7 @@ def _launch_gqa_decode(
         return out, lse
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
     wide = not (q.dtype == k_cache.dtype == v_cache.dtype) or q.dtype == torch.float32
-    tile = tile or grouped_decode_tile(torch.float32 if wide else q.dtype)
+    tile = tile or grouped_decode_tile(torch.float32 if wide else q.dtype, max(width, value))
     plan = plan or grouped_split_plan(tokens, kv_heads, max_context)
     head_blocks = kv_heads * -(-(heads // kv_heads) // tile.rows)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
@@ -380,7 +399,7 @@ def _launch_gqa_decode(
                 _combine_kernel[(n * heads, triton.cdiv(value, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
                     H=heads, C=value, S=0, BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most,
-                    MOST_PAD=block(plan.most, 2), CHUNK=_CHUNK, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+                    MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
                 )  # fmt: skip
     return out, lse
 
@@ -405,7 +424,7 @@ def _launch_gqa_prefill(
         return out, lse
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
     wide = not (q.dtype == k_cache.dtype == v_cache.dtype) or q.dtype == torch.float32
-    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value))
+    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value), device_of(q.device))
     bounds = torch.zeros(sequences, 3, dtype=torch.int32, device=q.device)
     with device_guard(q):
         _bounds_kernel[(triton.cdiv(tokens, 256),)](sequence, positions, bounds, tokens, BLOCK=256, num_warps=4)

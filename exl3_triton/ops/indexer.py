@@ -5,6 +5,8 @@ at it go to the lowest positions, and the survivors are written in ascending ord
 is selected again from its segments' survivors, which lie in ascending order too, so the tie rule holds throughout.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,18 @@ from ._triton import tl, triton
 MAX_TOPK = 16384
 _SEGMENT = 16384  # scores that one program selects from (more for topk > 4096: selection must at least quarter them)
 _SCORES = 1 << 24  # fp32 scores in scratch: max(1, _SCORES // max_context) tokens are scored and selected at a time
-_SPAN = 512  # keys that one program scores
+
+
+class ScoreTile(NamedTuple):
+    keys: int  # <= 64: a tile lies in one page
+    span: int  # keys that one program scores, a multiple of `keys`
+    warps: int
+    stages: int
+
+
+def score_tile(dtype: torch.dtype) -> ScoreTile:
+    """Fits 99 KiB of shared memory at 64 heads of 128."""
+    return ScoreTile(32, 512, 4, 1) if dtype == torch.float32 else ScoreTile(PAGE, 512, 4, 4)
 
 
 @triton.jit(
@@ -106,21 +119,22 @@ def _select_kernel(
         bit = bit >> 1
     ties = k - tl.sum((keys > threshold).to(tl.int32), axis=0)  # so many of those at the threshold, the first ones
     lane = tl.arange(0, CHUNK)
-    taken = tl.zeros((), tl.int32)
-    tied = tl.zeros((), tl.int32)
+    higher = tl.zeros((), tl.int32)  # so far, 2^17 for each above the threshold (< MAX_TOPK) and 1 for each at it (<= BLOCK)
     for first in range(0, BLOCK, CHUNK):  # reads the scores again: cheaper than to hold a scan over all of them in registers
         key, at = _sortable(scores, candidates, start + first + lane, width, position, FIRST)
-        equal = ((key == threshold) & (key > 0)).to(tl.int32)
-        before = tied + tl.cumsum(equal, axis=0) - equal
-        take = ((key > threshold) | ((equal > 0) & (before < ties))).to(tl.int32)
-        slot = target + taken + tl.cumsum(take, axis=0) - take
-        tl.store(kept + slot, at, mask=take > 0)
+        above = key > threshold
+        equal = (key == threshold) & (key > 0)
+        one = tl.where(above, 131072, equal.to(tl.int32))
+        before = higher + tl.cumsum(one, axis=0) - one
+        take = above | (equal & (before % 131072 < ties))
+        slot = target + before // 131072 + tl.minimum(before % 131072, ties)
+        tl.store(kept + slot, at, mask=take)
         if not LAST:
             bits = key.to(tl.int32, bitcast=True)
             bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
-            tl.store(kept_scores + slot, bits.to(tl.float32, bitcast=True), mask=take > 0)
-        taken += tl.sum(take, axis=0)
-        tied += tl.sum(equal, axis=0)
+            tl.store(kept_scores + slot, bits.to(tl.float32, bitcast=True), mask=take)
+        higher += tl.sum(one, axis=0)
+    taken = higher // 131072 + tl.minimum(higher % 131072, ties)
     none = tl.full((BLOCK,), -1, tl.int32)
     i = tl.arange(0, BLOCK)
     tl.store(kept + target + i, none, mask=(i >= taken) & (i < k))
@@ -151,6 +165,30 @@ def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int,
         scores, candidates, first, width = kept_scores, kept, False, segments * topk
 
 
+def _launch_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    first_token: int,
+    scores: Tensor,
+    tile: ScoreTile | None = None,
+) -> None:
+    """Scores of the tokens from `first_token` on into `scores` [some, width]; `tile` overrides the default."""
+    heads, dim = q.shape[1:]
+    rows, width = scores.shape
+    wide = q.dtype != cache.dtype or q.dtype == torch.float32
+    tile = tile or score_tile(torch.float32 if wide else q.dtype)
+    _score_kernel[(rows, triton.cdiv(width, tile.span))](
+        q, weights, cache, block_table, sequence, positions, scores,
+        first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
+        H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
 def _launch_index_select(
     q: Tensor,
     weights: Tensor,
@@ -162,7 +200,7 @@ def _launch_index_select(
     max_context: int,
     scratch_scores: int = _SCORES,
 ) -> Tensor:
-    tokens, heads, dim = q.shape
+    tokens = q.shape[0]
     width = min(max_context, block_table.shape[1] * PAGE)
     positions = positions.contiguous()
     if width <= topk:  # every position is selected, whatever its score
@@ -172,18 +210,12 @@ def _launch_index_select(
     if tokens == 0:
         return out
     q, weights, block_table, sequence = unit_rows(q), unit_last(weights), unit_last(block_table), sequence.contiguous()
-    wide = q.dtype != cache.dtype or q.dtype == torch.float32
     step = min(tokens, max(1, scratch_scores // width))
     scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
     with device_guard(q):
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _score_kernel[(n, triton.cdiv(width, _SPAN))](
-                q, weights, cache, block_table, sequence, positions, scores,
-                t, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
-                H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=32 if wide else PAGE, SPAN=_SPAN, WIDE=wide,
-                num_warps=4, num_stages=1 if wide else 3,
-            )  # fmt: skip
+            _launch_scores(q, weights, cache, block_table, sequence, positions, t, scores[:n])
             _select_rows(scores[:n], positions, t, topk, out)
     return out
 
