@@ -29,7 +29,8 @@ MODULES = [
 ]
 attention, head_matmul, indexer, kv_cache, norm, prefill, rope, swiglu = MODULES
 
-TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 GLM = {"latent": 512, "rope": 64, "heads": 16, "nope": 192, "value": 256, "index_heads": 32}
 MODELS = {
     "glm": GLM,

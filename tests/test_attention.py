@@ -370,9 +370,9 @@ def test_attention_ops_are_sound_custom_ops(backend, device):
     q, w = torch.randn(2, 4, 40, device=device), torch.randn(4, 32, 32, device=device)
     selected = torch.tensor([[0, 3, 69], [1, -1, -1]], dtype=torch.int32, device=device)
     with override_backend(backend):
-        torch.library.opcheck(_mla_decode_op, (q[..., :32], q[..., 32:], batch.cache, *place, None, 0.2, 70))
-        torch.library.opcheck(_mla_decode_op, (q[..., :32], q[..., 32:], batch.cache, *place, selected, 0.2, 70))
-        torch.library.opcheck(_mla_prefill_op, (q, batch.cache, w, w, *place, 0.2, 70))
+        torch.library.opcheck(_mla_decode_op, (q[..., :32], q[..., 32:], batch.cache, *place, None, 0.2, 70, None))
+        torch.library.opcheck(_mla_decode_op, (q[..., :32], q[..., 32:], batch.cache, *place, selected, 0.2, 70, None))
+        torch.library.opcheck(_mla_prefill_op, (q, batch.cache, w, w, *place, 0.2, 70, None))
         torch.library.opcheck(_head_matmul_op, (q[..., :32], w.transpose(1, 2)))
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._args import block, check_batch, check_cache, check_float, check_index, unit_last, unit_rows
+from ._args import block, check_batch, check_float, check_index, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .packed import latent_columns, rope_columns
 from .prefill import LOG2E, mla_prefill
 from .tuning import Device, device_of
 
@@ -45,12 +46,18 @@ class SplitPlan(NamedTuple):
     grid: int  # ranges that the longest possible context needs
 
 
-def decode_tile(heads: int, dtype: torch.dtype, device: Device) -> DecodeTile:
+def decode_tile(heads: int, dtype: torch.dtype, device: Device, kv: str = "bf16") -> DecodeTile:
     """At C = 512, R = 64: within 227 KiB of shared memory on sm_90, 99 KiB on other NVIDIA GPUs, 64 KiB on AMD."""
     if dtype == torch.float32:
         return DecodeTile(16, 16, 4, 1)
     if device.family == "hip":
-        return DecodeTile(16, 32, 4, 2)
+        return DecodeTile(16, 32, 4, 2) if kv == "bf16" else DecodeTile(16, 16, 4, 1)
+    if kv.startswith("nvfp4"):  # more heads: Triton 3.6 does not compile the unpacking for Hopper's matrix instructions
+        return DecodeTile(16, 32, 8, 2)
+    if kv == "fp8":
+        if device.family == "sm_90":
+            return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
+        return DecodeTile(16, 32, 8, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
     if device.family == "sm_90":
         return DecodeTile(16, 64, 4, 2, True) if heads <= 16 else DecodeTile(64, 64, 8, 2)
     return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
@@ -89,17 +96,22 @@ def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_
 
 @triton.jit
 def _latents(
-    cache, slot, valid, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr
-):
-    """The tile's latents [keys, C] and rope keys [keys, R]."""
-    c = tl.arange(0, BLOCK_C)
-    r = tl.arange(0, BLOCK_R)
-    source = cache + slot[:, None] * (C + R)
-    k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-    kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
-    if WIDE:
-        k = k.to(tl.float32)
-        kr = kr.to(tl.float32)
+    cache, slot, valid, q, latent_scale, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile of cache rows: latents [keys, C], rope keys [keys, R]; packed ones in the dtype of q."""
+    if KV != "bf16":
+        k = latent_columns(cache, slot, valid, 0, latent_scale, q, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
+        kr = rope_columns(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, NATIVE)
+    else:
+        c = tl.arange(0, BLOCK_C)
+        r = tl.arange(0, BLOCK_R)
+        source = cache + slot[:, None] * (C + R)
+        k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
+        kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+            kr = kr.to(tl.float32)
     return k, kr
 
 
@@ -108,15 +120,15 @@ def _latents(
     do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
 )
 def _mla_decode_kernel(
-    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse, scale,
-    first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
+    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse,
+    scale, latent_scale, first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
-    itself. TRANSPOSED: scores are [keys, heads], the accumulator [C, heads].
+    itself. TRANSPOSED: scores are [keys, heads], the accumulator [C, heads]. KV: format of the rows, WIDTH: their length.
     """
     HEADS: tl.constexpr = 1 if TRANSPOSED else 0  # dimension of the scores and, as it happens, of the accumulator
     KEYS: tl.constexpr = 1 - HEADS
@@ -147,14 +159,16 @@ def _mla_decode_kernel(
         end = tl.minimum((split + 1) * range_keys, count)
         slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
         if AHEAD:
-            k, kr = _latents(cache, slot, valid, C, R, BLOCK_C, BLOCK_R, WIDE)
+            k, kr = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE)
         for first in range(split * range_keys, end, BLOCK_N):
             # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
             next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
             if AHEAD:
-                next_k, next_kr = _latents(cache, next_slot, next_valid, C, R, BLOCK_C, BLOCK_R, WIDE)
+                next_k, next_kr = _latents(
+                    cache, next_slot, next_valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE
+                )
             else:
-                k, kr = _latents(cache, slot, valid, C, R, BLOCK_C, BLOCK_R, WIDE)
+                k, kr = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE)
             if TRANSPOSED:
                 s = tl.dot(k, tl.trans(q), input_precision="ieee")
                 s = tl.dot(kr, tl.trans(qr), s, input_precision="ieee")
@@ -242,6 +256,7 @@ def _launch_mla_decode(
     selected: Tensor | None,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
     tile: DecodeTile | None = None,
     plan: SplitPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -256,8 +271,10 @@ def _launch_mla_decode(
     sequence, positions = sequence.contiguous(), positions.contiguous()
     chosen = 0 if selected is None else selected.shape[1]
     picks = positions if selected is None else selected.contiguous()
-    wide = not (q_latent.dtype == q_rope.dtype == cache.dtype) or cache.dtype == torch.float32
-    tile = tile or decode_tile(heads, torch.float32 if wide else cache.dtype, device_of(device))
+    kv = stored_format(cache, latent, q_rope.shape[2])
+    rows = q_latent.dtype if cache.dtype == torch.uint8 else cache.dtype
+    wide = not (q_latent.dtype == q_rope.dtype == rows) or rows == torch.float32
+    tile = tile or decode_tile(heads, torch.float32 if wide else rows, device_of(device), kv)
     head_blocks = -(-heads // tile.heads)
     plan = plan or split_plan(tokens, head_blocks, chosen or max_context, chosen > 0)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
@@ -272,11 +289,11 @@ def _launch_mla_decode(
             n = min(step, tokens - t)
             _mla_decode_kernel[(n, head_blocks, plan.grid)](
                 q_latent, q_rope, cache, block_table, sequence, positions, picks,
-                part_acc, part_max, part_sum, out, lse, scale * LOG2E,
+                part_acc, part_max, part_sum, out, lse, scale * LOG2E, 1.0 if latent_scale is None else latent_scale,
                 t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
-                TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, **widths,
-                num_warps=tile.warps, num_stages=tile.stages,
+                TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
+                NATIVE=device_of(device).family == "sm_90", **widths, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](
@@ -296,10 +313,12 @@ def _mla_decode_body(
     selected: Tensor | None,
     scale: float,
     max_context: int,
+    latent_scale: float | None,
 ) -> tuple[Tensor, Tensor]:
+    place = (block_table, sequence, positions, selected, scale)
     if use_triton(q_latent):
-        return _launch_mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context)
-    out, lse = reference.mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale)
+        return _launch_mla_decode(q_latent, q_rope, cache, *place, max_context, latent_scale)
+    out, lse = reference.mla_decode(q_latent, q_rope, cache, *place, latent_scale)
     return out.to(q_latent.dtype), lse.float()
 
 
@@ -307,7 +326,7 @@ _mla_decode_op = torch.library.custom_op("exl3_triton::mla_decode", _mla_decode_
 
 
 @_mla_decode_op.register_fake
-def _(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context):
+def _(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context, latent_scale):
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
 
 
@@ -322,11 +341,13 @@ def mla_decode(
     *,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA: softmax((q_latent . latent + q_rope . key) * scale) over a token's context, applied to the latents.
 
     q_latent: [T, H, C], q_rope: [T, H, R], fp16, bf16 or fp32, any strides; cache: [pages, 64, C + R] (latent, rope key), the
-    fast path where its dtype is that of the queries; block_table: int32 [B, P], position p of sequence b lies in page
+    fast path where its dtype is that of the queries, or uint8 [pages, 64, bytes] in a format of `kv_format`, which the bytes
+    tell (latent_scale: as it was written with); block_table: int32 [B, P], position p of sequence b lies in page
     block_table[b, p // 64], row p % 64; sequence: int32 [T]; positions: int64 [T], token t attends positions 0 ..
     positions[t]. selected: None, or int32 [T, S]: it attends those of these positions that are in 0 .. positions[t] (each
     listed once, in any order; -1 for none). scale: of the logits, natural. max_context: upper bound of positions + 1; sizes
@@ -337,13 +358,13 @@ def mla_decode(
     on the other tokens as long as T <= 64, or T > 64. Raises ValueError for other shapes, dtypes or devices.
     """
     op = "mla_decode"
-    check_float(op, q_latent=q_latent, q_rope=q_rope, cache=cache)
+    check_float(op, q_latent=q_latent, q_rope=q_rope)
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
         raise ValueError(
             f"{op}: q_latent {list(q_latent.shape)}, q_rope {list(q_rope.shape)}: required [T, H, C] and [T, H, R]"
         )
     tokens, device = q_latent.shape[0], q_latent.device
-    check_cache(op, cache, q_latent.shape[2] + q_rope.shape[2])
+    check_latents(op, cache, q_latent.shape[2], q_rope.shape[2], device)
     check_batch(op, tokens, block_table, sequence, positions, device)
     if selected is not None and (selected.dim() != 2 or selected.shape[1] == 0):
         raise ValueError(f"{op}: selected {list(selected.shape)}: required int32 [{tokens}, S >= 1], or None")
@@ -365,4 +386,5 @@ def mla_decode(
         selected,
         float(scale),
         max_context,
+        latent_scale,
     )

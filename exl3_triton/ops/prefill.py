@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._args import PAGE, block, check_batch, check_cache, check_float, unit_last, unit_rows
+from ._args import PAGE, block, check_batch, check_float, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .packed import latent_columns, rope_columns
 from .tuning import Device, device_of
 
 LOG2E = math.log2(math.e)
@@ -65,10 +66,11 @@ def _bounds_kernel(sequence, positions, bounds, tokens, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["block_table", "bounds"],
 )
 def _unfold_kernel(
-    cache, block_table, bounds, w, out,
+    cache, block_table, bounds, w, out, latent_scale,
     table_stride, w_head, w_row, w_column, first_sequence, first_head, heads, start, key_rows,
     C: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr,
+    KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out [sequences, heads, key_rows, D + ROPE] = latents of positions start, start + 1 .. times w[head]^T, w [H, D, C]; then
     the rope key, where ROPE is R and not 0.
@@ -89,17 +91,24 @@ def _unfold_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for first in range(0, C, BLOCK_C):
             k = first + c
-            xs = tl.load(latents + k[None, :], mask=valid[:, None] & (k < C)[None, :], other=0.0)
             ws = tl.load(weights + k[:, None] * w_column, mask=(k < C)[:, None] & (d < D)[None, :], other=0.0)
             if WIDE:
-                xs = xs.to(tl.float32)
                 ws = ws.to(tl.float32)
+            if KV != "bf16":
+                xs = latent_columns(cache, slot, valid, first, latent_scale, ws, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
+            else:
+                xs = tl.load(latents + k[None, :], mask=valid[:, None] & (k < C)[None, :], other=0.0)
+                if WIDE:
+                    xs = xs.to(tl.float32)
             acc = tl.dot(xs, ws, acc, input_precision="ieee")
         target = out + (tl.program_id(2).to(tl.int64) * key_rows + row)[:, None] * (D + ROPE)
         tl.store(target + d[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
         if (ROPE > 0) & (tl.program_id(1) == 0):
             r = tl.arange(0, BLOCK_R)[None, :]
-            rope = tl.load(latents + C + r, mask=valid[:, None] & (r < R), other=0.0)
+            if KV != "bf16":
+                rope = rope_columns(cache, slot, valid, acc, C, R, KV, WIDTH, BLOCK_R, NATIVE)
+            else:
+                rope = tl.load(latents + C + r, mask=valid[:, None] & (r < R), other=0.0)
             tl.store(target + D + r, rope.to(out.dtype.element_ty), mask=valid[:, None] & (r < R))
 
 
@@ -223,6 +232,7 @@ def _launch_mla_prefill(
     positions: Tensor,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
     key_tile: int = KEY_TILE,
     scratch_bytes: int = SCRATCH_BYTES,
     tile: PrefillTile | None = None,
@@ -237,7 +247,9 @@ def _launch_mla_prefill(
         return out
     q, block_table = unit_rows(q), unit_last(block_table)
     sequence, positions = sequence.contiguous(), positions.contiguous()
-    wide = not (q.dtype == cache.dtype == w_uk.dtype == w_uv.dtype) or q.dtype == torch.float32
+    kv = stored_format(cache, latent, rope)
+    stored = cache.dtype if kv == "bf16" else q.dtype
+    wide = not (q.dtype == stored == w_uk.dtype == w_uv.dtype) or q.dtype == torch.float32
     work = torch.float32 if wide else q.dtype
     tile = tile or prefill_tile(work, width + value, device_of(device))
 
@@ -271,10 +283,11 @@ def _launch_mla_prefill(
                     for w, unfolded, appended in ((w_uk, keys, rope), (w_uv, values, 0)):
                         grid = (triton.cdiv(key_rows, rows), triton.cdiv(w.shape[1], columns), sequences * n)
                         _unfold_kernel[grid](
-                            cache, block_table, bounds, w, unfolded,
+                            cache, block_table, bounds, w, unfolded, 1.0 if latent_scale is None else latent_scale,
                             block_table.stride(0), w.stride(0), w.stride(1), w.stride(2), b, h, n, start, key_rows,
                             C=latent, R=rope, D=w.shape[1], ROPE=appended, BLOCK_N=rows, BLOCK_D=columns, BLOCK_C=inner,
-                            BLOCK_R=block(rope), WIDE=wide, num_warps=4, num_stages=1 if wide else 3,
+                            BLOCK_R=block(rope), WIDE=wide, KV=kv, WIDTH=cache.shape[2],
+                            NATIVE=device_of(device).family == "sm_90", num_warps=4, num_stages=1 if wide else 3,
                         )  # fmt: skip
                     _mla_prefill_kernel[(triton.cdiv(tokens, tile.queries), n, sequences)](
                         q, keys, values, bounds, positions, state_acc, state_max, state_sum, out, scale * LOG2E,
@@ -296,17 +309,19 @@ def _mla_prefill_body(
     positions: Tensor,
     scale: float,
     max_context: int,
+    latent_scale: float | None,
 ) -> Tensor:
+    place = (block_table, sequence, positions, scale)
     if use_triton(q):
-        return _launch_mla_prefill(q, cache, w_uk, w_uv, block_table, sequence, positions, scale, max_context)
-    return reference.mla_prefill(q, cache, w_uk, w_uv, block_table, sequence, positions, scale).to(q.dtype)
+        return _launch_mla_prefill(q, cache, w_uk, w_uv, *place, max_context, latent_scale)
+    return reference.mla_prefill(q, cache, w_uk, w_uv, *place, latent_scale).to(q.dtype)
 
 
 _mla_prefill_op = torch.library.custom_op("exl3_triton::mla_prefill", _mla_prefill_body, mutates_args=())
 
 
 @_mla_prefill_op.register_fake
-def _(q, cache, w_uk, w_uv, block_table, sequence, positions, scale, max_context):
+def _(q, cache, w_uk, w_uv, block_table, sequence, positions, scale, max_context, latent_scale):
     return q.new_empty((q.shape[0], q.shape[1], w_uv.shape[1]))
 
 
@@ -321,20 +336,22 @@ def mla_prefill(
     *,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
 ) -> Tensor:
     """Expanded MLA: causal attention with keys and values unfolded per head from the cached latents.
 
     q: [T, H, N + R] fp16, bf16 or fp32, any strides; cache: [pages, 64, C + R] (latent, rope key), which already holds the
     rows of the call's own tokens; w_uk: [H, N, C], w_uv: [H, V, C], views allowed; the fast path where all are of one 16-bit
-    dtype. block_table, sequence, positions, scale, max_context as in `mla_decode`; the tokens of a sequence lie side by side,
-    in ascending order of position; tokens at negative positions are padding and give 0. Returns [T, H, V] in the dtype of q.
+    dtype. Packed caches, block_table, sequence, positions, scale, max_context and latent_scale as in `mla_decode`; the tokens
+    of a sequence lie side by side, in ascending order of position; tokens at negative positions are padding and give 0.
+    Returns [T, H, V] in the dtype of q.
 
     Scratch: keys and values of up to KEY_TILE positions and, for longer contexts, fp32 accumulators of all tokens, for as many
     heads as fit into SCRATCH_BYTES (at least one): at most max(SCRATCH_BYTES, KEY_TILE * (N + R + V) * itemsize + T *
     (V + 2) * 4). A row's bits depend on its context alone. Raises ValueError for other shapes, dtypes or devices.
     """
     op = "mla_prefill"
-    check_float(op, q=q, cache=cache, w_uk=w_uk, w_uv=w_uv)
+    check_float(op, q=q, w_uk=w_uk, w_uv=w_uv)
     if q.dim() != 3 or w_uk.dim() != 3 or w_uv.dim() != 3 or not q.shape[1] == w_uk.shape[0] == w_uv.shape[0]:
         raise ValueError(
             f"{op}: q {list(q.shape)}, w_uk {list(w_uk.shape)}, w_uv {list(w_uv.shape)}: "
@@ -345,12 +362,11 @@ def mla_prefill(
             f"{op}: q {list(q.shape)}, w_uk {list(w_uk.shape)}, w_uv {list(w_uv.shape)}: "
             f"required one C, and R = {q.shape[2]} - N > 0"
         )
-    check_cache(op, cache, w_uk.shape[2] + q.shape[2] - w_uk.shape[1])
+    check_latents(op, cache, w_uk.shape[2], q.shape[2] - w_uk.shape[1], q.device)
     check_batch(op, q.shape[0], block_table, sequence, positions, q.device)
     if max_context < 1 or not scale > 0:
         raise ValueError(
             f"{op}: max_context={max_context}, scale={scale}: required an upper bound of positions + 1, >= 1, and scale > 0"
         )
-    return call(
-        _mla_prefill_op, _mla_prefill_body, q, cache, w_uk, w_uv, block_table, sequence, positions, float(scale), max_context
-    )
+    place = (block_table, sequence, positions, float(scale), max_context)
+    return call(_mla_prefill_op, _mla_prefill_body, q, cache, w_uk, w_uv, *place, latent_scale)
