@@ -5,8 +5,8 @@ MLA, a row of C latents and R rope values, per token and layer (sources: the lay
 
     fp8             C e4m3; a fp32 scale for each 128 of them (amax / 448); R bf16
     nvfp4           C / 2 bytes of two e2m1, the even one low; an e4m3 scale for each 16 (amax / 6); 16 bytes of zeros; R bf16
-    nvfp4-fp8rope   the same, but the 16 bytes begin with a fp32 scale of the rope values (amax / 448) and a fp32 scale s of the
-                    token's latents (amax / (6 * 448)), 0 where the layer has a scale of its own; R e4m3
+    nvfp4-fp8rope   the same, but the 16 bytes begin with a fp32 scale of the rope values (amax / 448) and a fp32 scale s of
+                    the token's latents (amax / (6 * 448)), 0 where the layer has a scale of its own; R e4m3
 
 A latent is e2m1 * e4m3 scale * (s, or the layer's scale where s is 0). Index keys (D e4m3, one fp32 scale: D + 4 bytes a
 token) and the heads of GQA (the same for each head) lie page-blocked: the 64 rows' values first, then their scales.
@@ -26,7 +26,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def latent_bytes(kv: str, latent: int, rope: int) -> int:
-    """Bytes of a packed row of `latent` + `rope` values. Raises ValueError for "bf16", other names, sizes that do not align."""
+    """Bytes of a packed row. Raises ValueError for "bf16", for other names, and for sizes that do not align."""
     if kv not in KV_FORMATS[1:]:
         raise ValueError(f"kv={kv!r}: required one of {', '.join(KV_FORMATS[1:])}")
     if latent % 64 or rope % 4:
@@ -115,7 +115,7 @@ def pack_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def head_planes(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a page-blocked cache uint8 [pages, 64, ..., D + 4]: values [pages, 64, ..., D], fp32 scales [pages, 64, ...]."""
+    """Views of a page-blocked cache uint8 [pages, 64, .., D + 4]: values [pages, 64, .., D], fp32 scales [pages, 64, ..]."""
     pages, width = cache.shape[0], cache.shape[-1] - 4
     flat = cache.view(pages, -1)
     count = flat.shape[1] // (width + 4)

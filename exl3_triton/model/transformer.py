@@ -94,9 +94,9 @@ class Transformer(nn.Module):
         for layer in layers:
             layer.bound = bound
 
-    def new_cache(self, num_pages: int) -> KVCache:
-        """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved."""
-        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device)
+    def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
+        """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
+        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device, kv=kv)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Hidden states [T, hidden] after the final norm, in the activation dtype; writes the tokens' rows into the cache."""

@@ -78,6 +78,19 @@ def check_latents(op: str, cache: Tensor, latent: int, rope: int, device: torch.
         raise ValueError(f"{op}: cache on {cache.device}: required {device}")
 
 
+def check_index_keys(op: str, cache: Tensor, width: int, device: torch.device, *, written: bool = False) -> None:
+    """Raises ValueError unless `cache` holds the indexer's keys: floats as `check_cache`, or bytes in the fp8 format."""
+    if cache.dtype != torch.uint8:
+        check_cache(op, cache, width, written=written)
+    elif cache.dim() != 3 or tuple(cache.shape[1:]) != (PAGE, width + 4) or not cache.is_contiguous() or width % 4:
+        raise ValueError(
+            f"{op}: cache is {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}: required contiguous "
+            f"[pages, {PAGE}, {width} + 4], keys of a multiple of 4 values, each with a scale of 4 bytes"
+        )
+    if cache.device != device:
+        raise ValueError(f"{op}: cache on {cache.device}: required {device}")
+
+
 def stored_format(cache: Tensor, latent: int, rope: int) -> str:
     """Format of rows that `check_latents` has passed: "bf16" stands for floats of any dtype."""
     return (latent_format(cache.shape[2], latent, rope) if cache.dtype == torch.uint8 else None) or "bf16"

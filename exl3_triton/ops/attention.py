@@ -35,7 +35,7 @@ class DecodeTile(NamedTuple):
     warps: int
     stages: int
     transposed: bool = False  # keys are the rows of both products
-    ahead: bool = False  # the next tile of keys waits in registers, for tiles of which shared memory has room for one
+    ahead: bool = False  # the next rope keys wait in registers, which leaves shared memory for three stages of latents
 
 
 class SplitPlan(NamedTuple):
@@ -59,7 +59,7 @@ def decode_tile(heads: int, dtype: torch.dtype, device: Device, kv: str = "bf16"
             return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
         return DecodeTile(16, 32, 8, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
     if device.family == "sm_90":
-        return DecodeTile(16, 64, 4, 2, True) if heads <= 16 else DecodeTile(64, 64, 8, 2)
+        return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 64, 8, 2)
     return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
 
 
@@ -97,22 +97,33 @@ def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_
 @triton.jit
 def _latents(
     cache, slot, valid, q, latent_scale, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of cache rows: latents [keys, C], rope keys [keys, R]; packed ones in the dtype of q."""
+    """A tile's latents [keys, C]; packed ones in the dtype of q."""
     if KV != "bf16":
         k = latent_columns(cache, slot, valid, 0, latent_scale, q, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
-        kr = rope_columns(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, NATIVE)
     else:
-        c = tl.arange(0, BLOCK_C)
-        r = tl.arange(0, BLOCK_R)
-        source = cache + slot[:, None] * (C + R)
-        k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-        kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+        c = tl.arange(0, BLOCK_C)[None, :]
+        k = tl.load(cache + slot[:, None] * (C + R) + c, mask=valid[:, None] & (c < C), other=0.0)
         if WIDE:
             k = k.to(tl.float32)
-            kr = kr.to(tl.float32)
-    return k, kr
+    return k
+
+
+@triton.jit
+def _rope_keys(
+    cache, slot, valid, q, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile's rope keys [keys, R]; packed ones in the dtype of q."""
+    if KV != "bf16":
+        k = rope_columns(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, NATIVE)
+    else:
+        r = tl.arange(0, BLOCK_R)[None, :]
+        k = tl.load(cache + slot[:, None] * (C + R) + C + r, mask=valid[:, None] & (r < R), other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+    return k
 
 
 @triton.jit(
@@ -159,16 +170,15 @@ def _mla_decode_kernel(
         end = tl.minimum((split + 1) * range_keys, count)
         slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
         if AHEAD:
-            k, kr = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE)
+            kr = _rope_keys(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
         for first in range(split * range_keys, end, BLOCK_N):
             # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
             next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
+            k = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, WIDE, NATIVE)
             if AHEAD:
-                next_k, next_kr = _latents(
-                    cache, next_slot, next_valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE
-                )
+                next_kr = _rope_keys(cache, next_slot, next_valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
             else:
-                k, kr = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, BLOCK_R, WIDE, NATIVE)
+                kr = _rope_keys(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
             if TRANSPOSED:
                 s = tl.dot(k, tl.trans(q), input_precision="ieee")
                 s = tl.dot(kr, tl.trans(qr), s, input_precision="ieee")
@@ -190,7 +200,6 @@ def _mla_decode_kernel(
             slot = next_slot
             valid = next_valid
             if AHEAD:
-                k = next_k
                 kr = next_kr
         if TRANSPOSED:
             acc = tl.trans(acc)

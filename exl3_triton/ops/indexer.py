@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._args import PAGE, block, check_batch, check_cache, check_float, unit_last, unit_rows
+from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .packed import e4m3_decode, head_plane
+from .tuning import device_of
 
 MAX_TOPK = 16384
 _SEGMENT = 16384  # scores that one program selects from (more for topk > 4096: selection must at least quarter them)
@@ -40,7 +42,7 @@ def _score_kernel(
     q, weights, cache, block_table, sequence, positions, scores,
     first_token, q_token, q_head, weight_token, table_stride, width,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
     position.
@@ -66,14 +68,20 @@ def _score_kernel(
             page = tl.load(
                 pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0
             )  # ahead, so that keys are pipelined
-            keys = tl.load(
-                cache + slot[:, None] * D + d[None, :], mask=(first + n < end)[:, None] & (d < D)[None, :], other=0.0
-            )
-            if WIDE:
-                keys = keys.to(tl.float32)
+            inside = (first + n < end)[:, None] & (d < D)[None, :]
+            if FP8:
+                values, scales = head_plane(cache, slot, 1, D)
+                keys = e4m3_decode(tl.load(values[:, None] + d[None, :], mask=inside, other=0), NATIVE).to(queries.dtype)
+            else:
+                keys = tl.load(cache + slot[:, None] * D + d[None, :], mask=inside, other=0.0)
+                if WIDE:
+                    keys = keys.to(tl.float32)
             products = tl.dot(keys, queries, input_precision="ieee")
             products = tl.where(products < 0.0, 0.0, products)  # unlike a maximum this keeps NaN
-            tl.store(scores + local * width + first + n, tl.sum(products * weight[None, :], axis=1), mask=first + n < end)
+            score = tl.sum(products * weight[None, :], axis=1)
+            if FP8:  # a key's scale is positive: it passes the rectifier
+                score *= tl.load(scales, mask=first + n < end, other=0.0)
+            tl.store(scores + local * width + first + n, score, mask=first + n < end)
 
 
 @triton.jit
@@ -179,12 +187,14 @@ def _launch_scores(
     """Scores of the tokens from `first_token` on into `scores` [some, width]; `tile` overrides the default."""
     heads, dim = q.shape[1:]
     rows, width = scores.shape
-    wide = q.dtype != cache.dtype or q.dtype == torch.float32
+    fp8 = cache.dtype == torch.uint8
+    wide = q.dtype == torch.float32 or not (fp8 or q.dtype == cache.dtype)
     tile = tile or score_tile(torch.float32 if wide else q.dtype)
     _score_kernel[(rows, triton.cdiv(width, tile.span))](
         q, weights, cache, block_table, sequence, positions, scores,
         first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
-        H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide,
+        H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide, FP8=fp8,
+        NATIVE=device_of(q.device).family == "sm_90",
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -257,7 +267,8 @@ def index_select(
     """The positions that each token's sparse attention may see: the `topk` best of 0 .. positions[t] by the indexer's score.
 
     score(s) = sum over heads of weights[t, h] * relu(q[t, h] . key[s]), in fp32. q: [T, Hi, Di] fp16, bf16 or fp32, rotated;
-    weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q); block_table, sequence,
+    weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q), or fp8 as `index_k_write`
+    stores it; block_table, sequence,
     positions, max_context as in `mla_decode`; topk <= 16384.
 
     Returns int32 [T, topk], ascending, -1 at the end where there are fewer (all -1 for padding, position < 0). Exact and
@@ -266,12 +277,12 @@ def index_select(
     ValueError for other shapes, dtypes or devices.
     """
     op = "index_select"
-    check_float(op, q=q, weights=weights, cache=cache)
+    check_float(op, q=q, weights=weights)
     if q.dim() != 3 or weights.dtype != torch.float32 or tuple(weights.shape) != tuple(q.shape[:2]):
         raise ValueError(
             f"{op}: q {list(q.shape)}, weights {weights.dtype} {list(weights.shape)}: required [T, H, D] and float32 [T, H]"
         )
-    check_cache(op, cache, q.shape[2])
+    check_index_keys(op, cache, q.shape[2], q.device)
     check_batch(op, q.shape[0], block_table, sequence, positions, q.device)
     if not 1 <= topk <= MAX_TOPK or max_context < 1:
         raise ValueError(f"{op}: topk={topk}, max_context={max_context}: required topk in 1..{MAX_TOPK} and max_context >= 1")

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .. import reference
 from ..kv_format import GROUP_FP8, GROUP_NVFP4, PAGE
-from ._args import as_rows, block, check_cache, check_float, check_index, check_latents, check_table, stored_format
+from ._args import as_rows, block, check_float, check_index, check_index_keys, check_latents, check_table, stored_format
 from ._dispatch import call, device_guard, launchable, use_triton
 from ._triton import tl, triton
-from .packed import E4M3_MAX, TINY, e2m1_encode, e4m3_decode, e4m3_encode
+from .packed import E4M3_MAX, TINY, e2m1_encode, e4m3_decode, e4m3_encode, head_plane
 from .rope import rope_factors, rope_pair
 
 
@@ -204,13 +204,13 @@ def mla_kv_write(
 @triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
 def _index_k_write_kernel(
     k, weight, bias, positions, slots, table, cache, length, slots_end, k_stride, eps,
-    D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_end):
         source = k + token * k_stride
-        target = cache + slot * D
         d = tl.arange(0, BLOCK_D)
         values = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
         mean = tl.sum(values, axis=0) / D
@@ -218,7 +218,8 @@ def _index_k_write_kernel(
         inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / D + eps)
         w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
         b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
-        tl.store(target + d, (centred * inverse * w + b).to(cache.dtype.element_ty), mask=(d >= 2 * HALF) & (d < D))
+        rest = (d >= 2 * HALF) & (d < D)
+        z = centred * inverse * w + b
         pair = tl.arange(0, BLOCK_PAIRS)
         inside = pair < HALF
         cos, sin = rope_factors(table, tl.load(positions + token), length, pair, HALF)
@@ -229,8 +230,18 @@ def _index_k_write_kernel(
         y = y * tl.load(weight + second, mask=inside, other=0.0).to(tl.float32)
         x += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)
         y += tl.load(bias + second, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + first, (x * cos - y * sin).to(cache.dtype.element_ty), mask=inside)
-        tl.store(target + second, (y * cos + x * sin).to(cache.dtype.element_ty), mask=inside)
+        x, y = x * cos - y * sin, y * cos + x * sin
+        if FP8:
+            target, scales = head_plane(cache, slot, 1, D)
+            turned = tl.max(tl.where(inside, tl.maximum(tl.abs(x), tl.abs(y)), 0.0), axis=0)
+            scale = tl.maximum(tl.maximum(tl.max(tl.where(rest, tl.abs(z), 0.0), axis=0), turned) / E4M3_MAX, TINY)
+            tl.store(scales, scale)
+            z, x, y = e4m3_encode(z / scale), e4m3_encode(x / scale), e4m3_encode(y / scale)
+        else:
+            target = cache + slot * D
+        tl.store(target + d, z.to(cache.dtype.element_ty), mask=rest)
+        tl.store(target + first, x.to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + second, y.to(cache.dtype.element_ty), mask=inside)
 
 
 def _launch_index_k_write(
@@ -252,7 +263,8 @@ def _launch_index_k_write(
         _index_k_write_kernel[(k.shape[0],)](
             k, weight, bias, positions.contiguous(), slots.contiguous(), launchable(table), cache,
             table.shape[0], cache.shape[0] * cache.shape[1], k.stride(0), eps,
-            D=width, HALF=half, INTERLEAVED=interleaved, BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1,
+            D=width, HALF=half, FP8=cache.dtype == torch.uint8, INTERLEAVED=interleaved,
+            BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1,
         )  # fmt: skip
 
 
@@ -296,19 +308,20 @@ def index_k_write(
     """Stores each token's indexer key: LayerNorm with bias (fp32), then rope on the first R dimensions.
 
     k: [T, Di] fp16, bf16 or fp32; weight, bias: [Di]; positions, slots: int64 [T], negative slots are skipped; table: fp32 [L,
-    R], R <= Di; cache: [pages, 64, Di], contiguous, written (rounded once to its dtype). interleaved as in `rope` (GLM: true,
-    DeepSeek-V3.2: false). Two tokens of one call must not share a slot. On a GPU a slot past the cache is skipped too. Raises
+    R], R <= Di; cache: [pages, 64, Di], contiguous, written (rounded once to its dtype), or uint8 [pages, 64, Di + 4], fp8 as
+    in `kv_format`. interleaved as in `rope` (GLM: true, DeepSeek-V3.2: false). Two tokens of one call must not share a slot.
+    On a GPU a slot past the cache is skipped too. Raises
     ValueError for other shapes, dtypes or devices.
     """
     op = "index_k_write"
-    check_float(op, k=k, weight=weight, bias=bias, cache=cache)
+    check_float(op, k=k, weight=weight, bias=bias)
     check_table(op, table, k.device)
     if k.dim() != 2 or not tuple(weight.shape) == tuple(bias.shape) == (k.shape[1],) or table.shape[1] > k.shape[1]:
         raise ValueError(
             f"{op}: k {list(k.shape)}, weight {list(weight.shape)}, bias {list(bias.shape)}, table {list(table.shape)}: "
             "required [T, D], [D], [D], [L, R <= D]"
         )
-    check_cache(op, cache, k.shape[1], written=True)
+    check_index_keys(op, cache, k.shape[1], k.device, written=True)
     check_index(op, "positions", positions, torch.int64, (k.shape[0],), k.device)
     check_index(op, "slots", slots, torch.int64, (k.shape[0],), k.device)
     call(_index_k_write_op, _index_k_write_body, k, weight, bias, float(eps), positions, slots, table, cache, interleaved)

@@ -48,6 +48,14 @@ def e2m1_decode(code):
 
 
 @triton.jit
+def head_plane(cache, slot, HEADS: tl.constexpr, D: tl.constexpr):
+    """(values, fp32 scales) of a page-blocked cache: pointers to head 0 of rows `slot`, [pages, 64, HEADS, D + 4] bytes."""
+    page = cache + slot // 64 * (64 * HEADS * (D + 4))
+    row = slot % 64 * HEADS
+    return page + row * D, (page + 64 * HEADS * D).to(tl.pointer_type(tl.float32), bitcast=True) + row
+
+
+@triton.jit
 def latent_columns(
     cache, slot, valid, first, latent_scale, like,
     C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -4,6 +4,8 @@
     --sweep         every candidate configuration of each problem, checked on a small problem first, and the best one
     --jobs N        compile (and check) in N processes first
 
+The measuring process is a child: where a candidate crashes it, another one goes on with the next.
+
 Paged caches of random numbers with pages in random order, all sequences at full context. Times are medians of CUDA graph
 replays over distinct caches of more than 260 MB. `limit_fraction`: the larger of bytes that must be read over the HBM read
 rate and FLOPs over the rate of `torch.matmul`, both measured in the same run, over the time. FLOPs of prefill: the causal half
@@ -18,6 +20,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ from timing import copies_for, header, limit_fraction, microseconds
 from torch import Tensor
 
 from exl3_triton import reference
+from exl3_triton.kv_format import head_planes, pack_heads, pack_latents, unpack_heads
 from exl3_triton.ops import attention, indexer, prefill
 from exl3_triton.ops.attention import DecodeTile, SplitPlan
 from exl3_triton.ops.indexer import ScoreTile
@@ -71,6 +75,10 @@ PROBLEMS = [
     *(Problem("sparse_decode", "glm_moe_dsa", heads, 131072, batch) for heads in (16, 64) for batch in (1, 16)),
     *(Problem("mla_prefill", family, 16, context, 1) for family in WIDTHS for context in (8192, 32768)),
     *(Problem("gqa_prefill", "glm4_moe", 96, context, 1) for context in (8192, 32768)),
+    *(Problem("mla_decode", "glm_moe_dsa", 16, 65536, batch, "fp8") for batch in (1, 16)),
+    *(Problem("mla_decode", "glm_moe_dsa", 16, 65536, 16, kv) for kv in ("nvfp4", "nvfp4-fp8rope")),
+    Problem("gqa_decode", "glm4_moe", 96, 65536, 16, "fp8"),
+    Problem("index_scores", "glm_moe_dsa", 32, 131072, 16, "fp8"),
 ]
 
 
@@ -92,6 +100,30 @@ def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
 
 
+def latent_cache(problem: Problem) -> Tensor:
+    """Random rows of MLA; packed ones are the same for each sequence, though not in memory."""
+    if problem.kv == "bf16":
+        return random(pages_of(problem), PAGE, LATENT + ROPE)
+    rows = torch.randn(pages_of(problem) // problem.batch, PAGE, LATENT + ROPE, device="cuda")
+    return pack_latents(rows, LATENT, problem.kv).repeat(problem.batch, 1, 1)
+
+
+def head_cache(problem: Problem, *row: int) -> Tensor:
+    """Random index keys, or keys or values of GQA."""
+    if problem.kv == "bf16":
+        return random(pages_of(problem), PAGE, *row)
+    pages = pages_of(problem) // problem.batch
+    cache = torch.empty(pages, PAGE, *row[:-1], row[-1] + 4, dtype=torch.uint8, device="cuda")
+    for plane, packed in zip(head_planes(cache), pack_heads(torch.randn(pages, PAGE, *row, device="cuda")), strict=True):
+        plane.copy_(packed)
+    return cache.repeat(problem.batch, *(1 for _ in cache.shape[1:]))
+
+
+def stored(cache: Tensor) -> Tensor:
+    """As the reference takes it."""
+    return cache if cache.dtype == torch.uint8 else cache.float()
+
+
 def copies(problem: Problem, nbytes: float, small: bool) -> int:
     return 1 if small else copies_for(int(nbytes))
 
@@ -107,8 +139,9 @@ def split(candidate: Candidate, keys: int) -> SplitPlan | None:
 def mla_decode(problem: Problem, candidate: Candidate, small: bool) -> Work:
     table, sequence, positions = place(problem)
     rows = problem.batch * problem.context
-    nbytes = rows * (LATENT + ROPE) * 2
-    caches = [random(pages_of(problem), PAGE, LATENT + ROPE) for _ in range(copies(problem, nbytes, small))]
+    first = latent_cache(problem)
+    nbytes = rows * first.shape[-1] * first.itemsize
+    caches = [first] + [first.clone() for _ in range(copies(problem, nbytes, small) - 1)]
     q, qr = random(problem.batch, problem.heads, LATENT), random(problem.batch, problem.heads, ROPE)
     plan = split(candidate, problem.context)
     options = {"tile": candidate.get("tile"), "plan": plan}
@@ -118,7 +151,7 @@ def mla_decode(problem: Problem, candidate: Candidate, small: bool) -> Work:
         for cache in caches
     ]
     flops = 2 * rows * problem.heads * (2 * LATENT + ROPE)
-    return Work(calls, nbytes, flops, lambda: reference.mla_decode(q.float(), qr.float(), caches[0].float(), *rest)[0])
+    return Work(calls, nbytes, flops, lambda: reference.mla_decode(q.float(), qr.float(), stored(first), *rest)[0])
 
 
 def sparse_decode(problem: Problem, candidate: Candidate, small: bool) -> Work:
@@ -152,25 +185,25 @@ def sparse_decode(problem: Problem, candidate: Candidate, small: bool) -> Work:
 def gqa_decode(problem: Problem, candidate: Candidate, small: bool) -> Work:
     where = place(problem)
     rows = problem.batch * problem.context
-    nbytes = rows * KV_HEADS * HEAD * 2 * 2
-    shape = (pages_of(problem), PAGE, KV_HEADS, HEAD)
-    caches = [(random(*shape), random(*shape)) for _ in range(copies(problem, nbytes, small))]
+    k, v = (head_cache(problem, KV_HEADS, HEAD) for _ in range(2))
+    nbytes = 2 * rows * KV_HEADS * k.shape[-1] * k.itemsize
+    caches = [(k, v)] + [(k.clone(), v.clone()) for _ in range(copies(problem, nbytes, small) - 1)]
     q = random(problem.batch, problem.heads, HEAD)
     options = {"tile": candidate.get("tile"), "plan": split(candidate, problem.context)}
     calls = [
         lambda c=cache: gqa._launch_gqa_decode(q, *c, *where, SCALE, problem.context, **options)[0]  # type: ignore[misc]
         for cache in caches
     ]
-    k, v = caches[0]
     flops = 4 * rows * problem.heads * HEAD
-    return Work(calls, nbytes, flops, lambda: reference.gqa_attention(q.float(), k.float(), v.float(), *where, SCALE)[0])
+    return Work(calls, nbytes, flops, lambda: reference.gqa_attention(q.float(), stored(k), stored(v), *where, SCALE)[0])
 
 
 def index_scores(problem: Problem, candidate: Candidate, small: bool) -> Work:
     table, sequence, positions = place(problem)
     rows = problem.batch * problem.context
-    nbytes = rows * INDEX * 2
-    caches = [random(pages_of(problem), PAGE, INDEX) for _ in range(copies(problem, nbytes, small))]
+    first = head_cache(problem, INDEX)
+    nbytes = rows * first.shape[-1] * first.itemsize
+    caches = [first] + [first.clone() for _ in range(copies(problem, nbytes, small) - 1)]
     q, weights = random(problem.batch, problem.heads, INDEX), torch.randn(problem.batch, problem.heads, device="cuda")
     scores = torch.empty(problem.batch, problem.context, device="cuda")
 
@@ -180,7 +213,8 @@ def index_scores(problem: Problem, candidate: Candidate, small: bool) -> Work:
         return scores
 
     def expected() -> Tensor:
-        keys = caches[0][table.long()].flatten(1, 2)[:, : problem.context].float()
+        floats = unpack_heads(first) if first.dtype == torch.uint8 else first
+        keys = floats[table.long()].flatten(1, 2)[:, : problem.context].float()
         return torch.einsum("bhs,bh->bs", torch.einsum("bhd,bsd->bhs", q.float(), keys).relu(), weights)
 
     calls = [lambda c=cache: run(c) for cache in caches]  # type: ignore[misc]
@@ -236,28 +270,32 @@ BUILDERS = {
 def candidates(problem: Problem) -> list[Candidate]:
     """Configurations to try; the first, an empty one, is what the launcher chooses."""
     few = problem.heads <= 16
+    tiles: list[tuple[int, ...]]
     if problem.op == "mla_decode":
-        tiles = (
-            [(16, 32, 4, 3), (16, 64, 4, 2, True), (16, 64, 8, 2, True), (16, 64, 8, 1, True, True), (16, 64, 8, 1, True)]
-            if few
-            else [(64, 64, 8, 2, True), (64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 4, 2, True), (32, 64, 8, 1, True, True)]
-        )
-        most = (128, 256) if few else (64, 96, 128)
-        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile in tiles for m in most]
+        if problem.kv == "fp8":
+            tiles = [(16, 32, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3), (64, 32, 8, 3)]
+        elif problem.kv != "bf16":
+            tiles = [(16, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 3)]
+        elif few:
+            tiles = [(16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 3, True, True)]
+        else:
+            tiles = [(64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 4, 2, True), (16, 32, 4, 3), (16, 64, 4, 3, True, True)]
+        most = (128,) if few else (64, 128)
+        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile in tiles for m in most]  # type: ignore[arg-type]
     if problem.op == "sparse_decode":
-        tiles = [(16, 32, 4, 3), (16, 64, 4, 2, True)] if few else [(64, 64, 8, 2, True), (64, 32, 8, 3), (16, 64, 4, 2, True)]
-        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile in tiles for m in (16, 32)]
+        tiles = [(16, 32, 4, 3), (16, 64, 4, 2, True)] if few else [(64, 32, 8, 3), (16, 64, 4, 2, True), (16, 32, 4, 3)]
+        return [{}] + [{"tile": DecodeTile(*tile), "most": 32} for tile in tiles]  # type: ignore[arg-type]
     if problem.op == "gqa_decode":
-        tiles = [(16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 4), (16, 64, 2, 3), (16, 32, 4, 4), (16, 32, 2, 4)]
-        return [{}] + [{"tile": GroupedTile(*tile), "most": m} for tile in tiles for m in (32, 48, 64)]
+        plans = [((16, 64, 4, 2), 64), ((16, 64, 4, 3), 64), ((16, 64, 4, 4), 32), ((16, 32, 4, 4), 48), ((16, 64, 2, 3), 48)]
+        return [{}] + [{"tile": GroupedTile(*tile), "most": m} for tile, m in plans]
     if problem.op == "index_scores":
-        tiles = [(64, span, 4, stages) for span in (256, 512, 1024) for stages in (3, 4, 6)]
+        tiles = [(64, 256, 4, 3), (64, 512, 4, 3), (64, 1024, 4, 6)]
         return [{}] + [{"tile": ScoreTile(*tile)} for tile in tiles]
-    if problem.op == "mla_prefill":
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)]
+    if problem.op == "mla_prefill" and problem.context == 8192:
+        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 8, 2)]
         return [{}] + [{"tile": PrefillTile(*tile)} for tile in tiles]
-    if problem.op == "gqa_prefill":
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)]
+    if problem.op == "gqa_prefill" and problem.context == 8192:
+        tiles = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2)]
         return [{}] + [{"tile": GroupedTile(*tile)} for tile in tiles]
     return [{}]
 
@@ -321,6 +359,31 @@ def describe(row: dict[str, Any]) -> str:
     return f"{row['us']:9.1f} us {row['gbps']:7.0f} GB/s {row['tflops']:6.1f} TFLOP/s limit {row['limit_fraction']:.2f}"
 
 
+def run(todo: list[tuple[Problem, Candidate]], arguments: argparse.Namespace) -> None:
+    """Measures from --start on; after each candidate the file --state says how far it is, and has the rows so far."""
+    state = json.loads(arguments.state.read_text())
+    limits = state["header"] = state["header"] or header()
+    if not state["next"]:
+        print(limits, flush=True)
+    for number, (problem, candidate) in list(enumerate(todo))[state["next"] :]:
+        state["next"] = number + 1
+        arguments.state.write_text(json.dumps(state))
+        line = f"{problem.name:42} {label(candidate):30}"
+        before = kernels()
+        wrong = check(problem, candidate)
+        used = resources(before)
+        torch.cuda.empty_cache()
+        if wrong:
+            print(f"{line} {wrong} [{used}]", flush=True)
+            continue
+        row = measure(problem, candidate, limits, replays=7 if arguments.sweep else 20)
+        print(f"{line} {describe(row)} [{used}]", flush=True)
+        if not candidate:
+            state["rows"].append(row)
+        state["times"].append((problem.name, label(candidate), row["us"]))
+        arguments.state.write_text(json.dumps(state))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--match", default="")
@@ -328,6 +391,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--compile", default="", metavar="I/N", help=argparse.SUPPRESS)  # what --jobs starts
+    parser.add_argument("--state", type=pathlib.Path, help=argparse.SUPPRESS)  # the measuring child's
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
@@ -336,42 +400,34 @@ def main() -> int:
     todo = [(problem, c) for problem in problems for c in (candidates(problem) if arguments.sweep else [{}])]
     if arguments.compile:
         part, parts = map(int, arguments.compile.split("/"))
-        once = {(problem.op, problem.family, problem.heads, label(c)): (problem, c) for problem, c in todo}
+        once = {(*problem._replace(context=0, batch=0), label(c)): (problem, c) for problem, c in todo}
         for problem, candidate in list(once.values())[part::parts]:
             check(problem, candidate)
         return 0
-    if arguments.jobs:
-        again = [sys.executable, *sys.argv, "--compile"]
-        workers = [subprocess.Popen([*again, f"{part}/{arguments.jobs}"]) for part in range(arguments.jobs)]
-        if any(worker.wait() for worker in workers):
-            print("a compiling process failed; going on without", file=sys.stderr)
-    result: dict[str, Any] = {"header": header(), "rows": []}
-    print(result["header"], flush=True)
-    verdicts: dict[Any, tuple[str, str]] = {}
-    for problem in problems:
-        rows = []
-        for candidate in candidates(problem) if arguments.sweep else [{}]:
-            key = (problem.op, problem.family, problem.heads, label(candidate))
-            if key not in verdicts:
-                before = kernels()
-                verdicts[key] = check(problem, candidate), resources(before)
-            wrong, used = verdicts[key]
-            torch.cuda.empty_cache()
-            line = f"{problem.name:44} {label(candidate):34}"
-            if wrong:
-                print(f"{line} {wrong} [{used}]", flush=True)
-                continue
-            row = measure(problem, candidate, result["header"], replays=7 if arguments.sweep else 20)
-            rows.append((row["us"], label(candidate), row))
-            print(f"{line} {describe(row)} [{used}]", flush=True)
-            if not candidate:
-                result["rows"].append(row)
-        if arguments.sweep and rows:
-            us, best, _ = min(rows, key=lambda each: each[0])
-            print(f"{problem.name:44} BEST {best} {us:.1f} us", flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(result, indent=1))
-    return 0
+    if arguments.state:
+        run(todo, arguments)
+        return 0
+    again = [sys.executable, *sys.argv]
+    workers = [subprocess.Popen([*again, "--compile", f"{part}/{arguments.jobs}"]) for part in range(arguments.jobs)]
+    for worker in workers:
+        worker.wait()  # one that fails leaves its candidates to be compiled below
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "state.json"
+        path.write_text(json.dumps({"next": 0, "header": None, "rows": [], "times": []}))
+        while True:
+            code = subprocess.run([*again, "--state", str(path)], check=False).returncode
+            state = json.loads(path.read_text())
+            if code == 0 or not state["next"]:
+                break
+            problem, candidate = todo[state["next"] - 1]
+            print(f"{problem.name:42} {label(candidate):30} crashed", flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps({"header": state["header"], "rows": state["rows"]}, indent=1))
+    for problem in problems if arguments.sweep else []:
+        times = [(us, name) for problem_name, name, us in state["times"] if problem_name == problem.name]
+        if times:
+            print(f"{problem.name:42} best: {min(times)[1]} {min(times)[0]:.1f} us", flush=True)
+    return code
 
 
 if __name__ == "__main__":
