@@ -271,17 +271,18 @@ def candidates(problem: Problem) -> list[Candidate]:
     """Configurations to try; the first, an empty one, is what the launcher chooses."""
     few = problem.heads <= 16
     tiles: list[tuple[int, ...]]
+    plans: list[tuple[tuple[int, ...], int]]
     if problem.op == "mla_decode":
         if problem.kv == "fp8":
-            tiles = [(16, 32, 4, 3), (16, 64, 8, 3), (16, 32, 8, 3), (64, 32, 8, 3)]
+            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 32, 8, 3), 128), ((64, 32, 8, 3), 128)]
         elif problem.kv != "bf16":
-            tiles = [(16, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 3)]
+            plans = [((16, 32, 8, 2), 128), ((16, 32, 4, 2), 128), ((16, 16, 4, 3), 128)]
         elif few:
-            tiles = [(16, 32, 4, 3), (16, 64, 8, 3), (16, 64, 4, 3, True, True)]
+            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 64, 4, 3, True, True), 128)]
         else:
-            tiles = [(64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 4, 2, True), (16, 32, 4, 3), (16, 64, 4, 3, True, True)]
-        most = (128,) if few else (64, 128)
-        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile in tiles for m in most]  # type: ignore[arg-type]
+            plans = [((64, 64, 8, 2), 128), ((64, 32, 8, 3), 128), ((32, 64, 4, 2, True), 64), ((16, 32, 4, 3), 64)]
+            plans.append(((16, 64, 4, 3, True, True), 64))
+        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile, m in plans]  # type: ignore[arg-type]
     if problem.op == "sparse_decode":
         tiles = [(16, 32, 4, 3), (16, 64, 4, 2, True)] if few else [(64, 32, 8, 3), (16, 64, 4, 2, True), (16, 32, 4, 3)]
         return [{}] + [{"tile": DecodeTile(*tile), "most": 32} for tile in tiles]  # type: ignore[arg-type]
