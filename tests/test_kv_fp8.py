@@ -1,6 +1,9 @@
 """Page-blocked fp8 caches: the indexer's keys, keys and values of GQA; and what `KVCache.allocate` makes of a format."""
 
+import copy
+import functools
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from test_kv_cache import POSITIONS, SLOTS
 from test_kv_format import E4M3, nearest, single
 from test_rope import make_table
 
+import exl3_triton
 from exl3_triton import reference
+from exl3_triton.evaluate import compare, read_windows
 from exl3_triton.kv_format import head_planes, pack_heads, unpack_heads
-from exl3_triton.model.config import ModelConfig
+from exl3_triton.model.cache import Batch, KVCache
 from exl3_triton.ops.gqa import gqa_attention, gqa_kv_write
 from exl3_triton.ops.indexer import index_select
 from exl3_triton.ops.kv_cache import index_k_write
@@ -122,12 +127,57 @@ def test_gqa_attention_from_fp8(dtype, prefill, backend, device, request):
     torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-4, atol=1e-3)
 
 
-def config_of(testdata, name):
-    return ModelConfig.from_dir(testdata / name)
-
-
 @pytest.fixture(scope="module")
 def demo():
-    import exl3_triton
+    return exl3_triton.load(Path(exl3_triton.__file__).parent / "demo", device="cpu", progress=False)
 
-    return exl3_triton.load(exl3_triton.demo_path(), device="cpu")
+
+def test_allocation_in_every_format(demo):
+    """The demo: six layers of 128 + 32, two indexers of 64, fp32 where nothing is packed."""
+    c = demo.config
+    owners = sum(c.owns_indexer(layer) for layer in range(c.num_layers))
+    widths = {"bf16": 4 * 160, "fp8": 196, "nvfp4": 152, "nvfp4-fp8rope": 120}
+    for kv, width in widths.items():
+        index = 4 * c.index_head_dim if kv == "bf16" else c.index_head_dim + 4
+        cache = demo.new_cache(3, kv=kv)
+        assert cache.bytes_per_token == c.num_layers * width + owners * index
+        assert cache.tokens_per_gib == (1 << 30) // cache.bytes_per_token
+        assert all(tensor.shape[:2] == (3, 64) for tensor in cache.tensors)
+    meta = KVCache.allocate(c, 2, dtype=torch.bfloat16, device=torch.device("meta"), kv="fp8", index_kv="bf16")
+    assert meta.bytes_per_token == c.num_layers * 196 + owners * 2 * c.index_head_dim
+
+
+def test_allocation_refuses_what_it_does_not_take(demo):
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match="kv='int8': required one of bf16, fp8, nvfp4, nvfp4-fp8rope"):
+        KVCache.allocate(demo.config, 2, kv="int8", **options)
+    with pytest.raises(ValueError, match="index_kv='nvfp4'"):
+        KVCache.allocate(demo.config, 2, kv="fp8", index_kv="nvfp4", **options)
+    with pytest.raises(ValueError, match=r"latent_scales: found 1 with kv='nvfp4', required one for each of \d+ layers"):
+        KVCache.allocate(demo.config, 2, kv="nvfp4", latent_scales=[1.0], **options)
+    with pytest.raises(ValueError, match="latent_scales: .* a NVFP4 format"):
+        KVCache.allocate(demo.config, 2, kv="fp8", latent_scales=[1.0] * demo.config.num_layers, **options)
+
+
+@pytest.mark.parametrize(("kv", "bound"), [("fp8", 0.003), ("nvfp4", 0.015), ("nvfp4-fp8rope", 0.02)])
+def test_divergence_of_the_demo(kv, bound, demo, testdata):
+    """KL(cache in floats || packed) in nats a token; more than none, or nothing was packed."""
+    windows = read_windows(testdata / "demo" / "val_windows.safetensors")[:2]
+    packed = copy.copy(demo)
+    packed.new_cache = functools.partial(demo.new_cache, kv=kv)
+    found = compare(packed, demo, windows, progress=False)
+    assert 1e-5 < found.mean_kl < bound
+    assert found.top1_agreement > 0.9
+
+
+def test_layers_keep_their_scales(demo):
+    scales = [0.5 + layer for layer in range(demo.config.num_layers)]
+    cache = KVCache.allocate(demo.config, 2, dtype=torch.float32, device=torch.device("cpu"), kv="nvfp4", latent_scales=scales)
+    assert [layer.latent_scale for layer in cache.layers] == scales
+    tokens = torch.arange(10, 30)
+    batch = Batch.of_sequence(tokens, 0, [1])
+    hidden = demo(batch, cache)
+    assert hidden.isfinite().all()
+    row = demo(batch, demo.new_cache(2, kv="nvfp4"))
+    assert not torch.equal(hidden, row)
+    torch.testing.assert_close(hidden, row, rtol=0, atol=0.5 * row.abs().max().item())

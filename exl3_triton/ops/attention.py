@@ -59,7 +59,7 @@ def decode_tile(heads: int, dtype: torch.dtype, device: Device, kv: str = "bf16"
             return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
         return DecodeTile(16, 32, 8, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
     if device.family == "sm_90":
-        return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 64, 8, 2)
+        return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
     return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
 
 

@@ -38,13 +38,13 @@ def grouped_decode_tile(dtype: torch.dtype, width: int) -> GroupedTile:
     return GroupedTile(16, 64, 4, 3 if width <= 128 else 2)
 
 
-def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device) -> GroupedTile:
+def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device, fp8: bool = False) -> GroupedTile:
     """At widths of 256: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
     if dtype == torch.float32:
         return GroupedTile(16, 16, 4, 1)
     if device.family == "sm_90":
         return GroupedTile(128, 64, 8, 3 if width <= 128 else 2)
-    return GroupedTile(128, 64, 8, 2) if width <= 128 else GroupedTile(64, 32, 4, 2)
+    return GroupedTile(128, 64, 8, 2) if width <= 128 and not fp8 else GroupedTile(64, 32, 4, 2)
 
 
 def grouped_split_plan(tokens: int, kv_heads: int, context: int) -> SplitPlan:
@@ -480,7 +480,7 @@ def _launch_gqa_prefill(
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
     fp8 = k_cache.dtype == torch.uint8
     wide = q.dtype == torch.float32 or not (fp8 or q.dtype == k_cache.dtype == v_cache.dtype)
-    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value), device_of(q.device))
+    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value), device_of(q.device), fp8)
     bounds = torch.zeros(sequences, 3, dtype=torch.int32, device=q.device)
     with device_guard(q):
         _bounds_kernel[(triton.cdiv(tokens, 256),)](sequence, positions, bounds, tokens, BLOCK=256, num_warps=4)

@@ -37,8 +37,8 @@ def prefill_tile(dtype: torch.dtype, width: int, device: Device) -> PrefillTile:
     """`width`: N + R + V. Up to 512: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
     if dtype == torch.float32:
         return PrefillTile(16, 16, 4, 1)
-    if device.family == "sm_90":
-        return PrefillTile(128, 64, 8, 3 if width <= 384 else 2)
+    if device.family == "sm_90" and width <= 384:
+        return PrefillTile(128, 64, 8, 3)
     return PrefillTile(64, 32, 8, 2)
 
 
@@ -287,7 +287,8 @@ def _launch_mla_prefill(
                             block_table.stride(0), w.stride(0), w.stride(1), w.stride(2), b, h, n, start, key_rows,
                             C=latent, R=rope, D=w.shape[1], ROPE=appended, BLOCK_N=rows, BLOCK_D=columns, BLOCK_C=inner,
                             BLOCK_R=block(rope), WIDE=wide, KV=kv, WIDTH=cache.shape[2],
-                            NATIVE=device_of(device).family == "sm_90", num_warps=4, num_stages=1 if wide else 3,
+                            NATIVE=device_of(device).family == "sm_90",
+                            num_warps=4 if kv == "bf16" else 8, num_stages=1 if wide else 3,
                         )  # fmt: skip
                     _mla_prefill_kernel[(triton.cdiv(tokens, tile.queries), n, sequences)](
                         q, keys, values, bounds, positions, state_acc, state_max, state_sum, out, scale * LOG2E,
