@@ -336,7 +336,7 @@ def resources(before: dict[Any, tuple[str, Any]]) -> str:
     """Registers / spilled / shared bytes of the kernels that came since."""
     new = (value for key, value in kernels().items() if key not in before)
     parts = (
-        f"{name} {compiled.n_regs}/{compiled.n_spills}/{compiled.metadata.shared}"
+        f"{name} {getattr(compiled, 'n_regs', '-')}/{getattr(compiled, 'n_spills', '-')}/{compiled.metadata.shared}"
         for name, compiled in new
         if name not in ("combine", "bounds")
     )
