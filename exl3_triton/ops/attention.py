@@ -25,7 +25,7 @@ from .tuning import Device, device_of
 __all__ = ["mla_decode", "mla_prefill"]
 
 DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
-_SCRATCH_BYTES = 64 << 20  # partial results: a launch takes as many tokens as fit
+_SCRATCH_BYTES = 256 << 20  # partial results: a launch takes as many tokens as fit
 _COMBINE_ROWS, _COMBINE_COLUMNS = 64, 32  # ranges and columns that the combine kernel adds at a time
 
 
@@ -34,6 +34,7 @@ class DecodeTile(NamedTuple):
     keys: int  # <= 64: a dense tile lies in one page
     warps: int
     stages: int
+    parts: int = 1  # 2: two programs compute the scores of a block of heads, each sums half of the latents' columns
     transposed: bool = False  # keys are the rows of both products
     ahead: bool = False  # the next rope keys wait in registers, which leaves shared memory for three stages of latents
 
@@ -96,14 +97,14 @@ def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_
 
 @triton.jit
 def _latents(
-    cache, slot, valid, q, latent_scale, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr,
+    cache, slot, valid, first, q, latent_scale, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's latents [keys, C]; packed ones in the dtype of q."""
+    """Columns first .. of a tile's latents [keys, BLOCK_C]; packed ones in the dtype of q."""
     if KV != "bf16":
-        k = latent_columns(cache, slot, valid, 0, latent_scale, q, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
+        k = latent_columns(cache, slot, valid, first, latent_scale, q, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
     else:
-        c = tl.arange(0, BLOCK_C)[None, :]
+        c = first + tl.arange(0, BLOCK_C)[None, :]
         k = tl.load(cache + slot[:, None] * (C + R) + c, mask=valid[:, None] & (c < C), other=0.0)
         if WIDE:
             k = k.to(tl.float32)
@@ -135,17 +136,19 @@ def _mla_decode_kernel(
     scale, latent_scale, first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
     WIDE: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
-    itself. TRANSPOSED: scores are [keys, heads], the accumulator [C, heads]. KV: format of the rows, WIDTH: their length.
+    itself. PARTS = 2: it sums half of the columns. TRANSPOSED: scores are [keys, heads], the accumulator [columns, heads].
+    KV: format of the rows, WIDTH: their length.
     """
     HEADS: tl.constexpr = 1 if TRANSPOSED else 0  # dimension of the scores and, as it happens, of the accumulator
     KEYS: tl.constexpr = 1 - HEADS
     local = tl.program_id(0).to(tl.int64)  # row of the partial results
     token = local + first_token
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCK_V: tl.constexpr = BLOCK_C // PARTS
+    head = tl.program_id(1) // PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(2)
     position = tl.load(positions + token)
     count = (position + 1).to(tl.int32)
@@ -153,11 +156,22 @@ def _mla_decode_kernel(
         count = tl.where(position >= 0, S, 0)
     range_keys, used = _ranges(count, LEAST, MOST, BLOCK_N)
     if (split < used) | (MOST == 1):
-        c = tl.arange(0, BLOCK_C)
+        column = 0
+        stored = head < H
+        if PARTS == 2:
+            column = tl.program_id(1) % PARTS * BLOCK_V
+            stored = stored & (column == 0)  # maximum and sum: by the program of the first half
+        c = column + tl.arange(0, BLOCK_V)
         r = tl.arange(0, BLOCK_R)
         mine = head.to(tl.int64)[:, None]
         mask_c = (head < H)[:, None] & (c < C)[None, :]
         q = tl.load(q_latent + token * latent_token + mine * latent_head + c[None, :], mask=mask_c, other=0.0)
+        if PARTS == 2:
+            other = BLOCK_V - column + tl.arange(0, BLOCK_V)
+            mask_o = (head < H)[:, None] & (other < C)[None, :]
+            qo = tl.load(q_latent + token * latent_token + mine * latent_head + other[None, :], mask=mask_o, other=0.0)
+            if WIDE:
+                qo = qo.to(tl.float32)
         mask_r = (head < H)[:, None] & (r < R)[None, :]
         qr = tl.load(q_rope + token * rope_token + mine * rope_head + r[None, :], mask=mask_r, other=0.0)
         if WIDE:
@@ -166,7 +180,7 @@ def _mla_decode_kernel(
         pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
         running = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.zeros((BLOCK_C, BLOCK_H) if TRANSPOSED else (BLOCK_H, BLOCK_C), tl.float32)
+        acc = tl.zeros((BLOCK_V, BLOCK_H) if TRANSPOSED else (BLOCK_H, BLOCK_V), tl.float32)
         end = tl.minimum((split + 1) * range_keys, count)
         slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
         if AHEAD:
@@ -174,16 +188,23 @@ def _mla_decode_kernel(
         for first in range(split * range_keys, end, BLOCK_N):
             # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
             next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
-            k = _latents(cache, slot, valid, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, WIDE, NATIVE)
+            k = _latents(cache, slot, valid, column, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_V, WIDE, NATIVE)
             if AHEAD:
                 next_kr = _rope_keys(cache, next_slot, next_valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
             else:
                 kr = _rope_keys(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
+            if PARTS == 2:
+                at = BLOCK_V - column
+                ko = _latents(cache, slot, valid, at, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_V, WIDE, NATIVE)
             if TRANSPOSED:
                 s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                if PARTS == 2:
+                    s = tl.dot(ko, tl.trans(qo), s, input_precision="ieee")
                 s = tl.dot(kr, tl.trans(qr), s, input_precision="ieee")
             else:
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if PARTS == 2:
+                    s = tl.dot(qo, tl.trans(ko), s, input_precision="ieee")
                 s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
             s = tl.where(tl.expand_dims(valid, HEADS), s, float("-inf"))
             peak = tl.maximum(running, tl.max(s, axis=KEYS) * scale)
@@ -211,13 +232,13 @@ def _mla_decode_kernel(
             tl.store(
                 lse + where,
                 tl.where(empty, float("-inf"), running * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))),
-                mask=head < H,
+                mask=stored,
             )
         else:
             where = (local * H + head) * splits + split
             tl.store(part_acc + where[:, None] * C + c[None, :], acc, mask=mask_c)
-            tl.store(part_max + where, running, mask=head < H)
-            tl.store(part_sum + where, total, mask=head < H)
+            tl.store(part_max + where, running, mask=stored)
+            tl.store(part_sum + where, total, mask=stored)
 
 
 @triton.jit(do_not_specialize=["first_row", "splits"], do_not_specialize_on_alignment=["positions"])
@@ -296,13 +317,14 @@ def _launch_mla_decode(
     with device_guard(q_latent):
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _mla_decode_kernel[(n, head_blocks, plan.grid)](
+            _mla_decode_kernel[(n, head_blocks * tile.parts, plan.grid)](
                 q_latent, q_rope, cache, block_table, sequence, positions, picks,
                 part_acc, part_max, part_sum, out, lse, scale * LOG2E, 1.0 if latent_scale is None else latent_scale,
                 t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
-                TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
-                NATIVE=device_of(device).family == "sm_90", **widths, num_warps=tile.warps, num_stages=tile.stages,
+                PARTS=tile.parts, TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
+                NATIVE=device_of(device).family == "sm_90", **widths,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](

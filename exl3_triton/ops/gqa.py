@@ -48,11 +48,9 @@ def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device, fp8: bo
 
 
 def grouped_split_plan(tokens: int, kv_heads: int, context: int) -> SplitPlan:
-    """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many, a wave
-    of three a multiprocessor for a long context with eight key-value heads.
-    """
+    """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many."""
     least = 128
-    most = max(8, min(128, 384 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
+    most = max(8, min(128, 256 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
     return SplitPlan(least, most, min(-(-max(context, 1) // least), most))
 
 

@@ -32,7 +32,6 @@ from exl3_triton import reference
 from exl3_triton.kv_format import head_planes, pack_heads, pack_latents, unpack_heads
 from exl3_triton.ops import attention, indexer, prefill
 from exl3_triton.ops.attention import DecodeTile, SplitPlan
-from exl3_triton.ops.indexer import ScoreTile
 from exl3_triton.ops.prefill import PrefillTile
 
 gqa = importlib.import_module("exl3_triton.ops.gqa")
@@ -274,29 +273,23 @@ def candidates(problem: Problem) -> list[Candidate]:
     plans: list[tuple[tuple[int, ...], int]]
     if problem.op == "mla_decode":
         if problem.kv == "fp8":
-            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 32, 8, 3), 128), ((64, 32, 8, 3), 128)]
+            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 32, 8, 3), 128)]
         elif problem.kv != "bf16":
-            plans = [((16, 32, 8, 2), 128), ((16, 32, 4, 2), 128), ((16, 16, 4, 3), 128)]
+            plans = [((16, 32, 8, 2), 128), ((16, 32, 4, 2), 128)]
         elif few:
-            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 64, 4, 3, True, True), 128)]
+            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 64, 4, 3, 1, True, True), 128)]
         else:
-            plans = [((64, 64, 8, 2), 128), ((64, 32, 8, 3), 128), ((32, 64, 4, 2, True), 64), ((16, 32, 4, 3), 64)]
-            plans.append(((16, 64, 4, 3, True, True), 64))
+            plans = [((64, 32, 4, 3, 2), 64), ((64, 32, 4, 3, 2), 128), ((64, 32, 4, 4, 2), 64), ((32, 32, 8, 3), 64)]
+            plans += [((32, 32, 8, 3), 128), ((64, 64, 8, 2), 128), ((16, 64, 4, 3, 1, True, True), 64)]
         return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile, m in plans]  # type: ignore[arg-type]
     if problem.op == "sparse_decode":
-        tiles = [(16, 32, 4, 3), (16, 64, 4, 2, True)] if few else [(64, 32, 8, 3), (16, 64, 4, 2, True), (16, 32, 4, 3)]
-        return [{}] + [{"tile": DecodeTile(*tile), "most": 32} for tile in tiles]  # type: ignore[arg-type]
-    if problem.op == "gqa_decode":
-        plans = [((16, 64, 4, 2), 64), ((16, 64, 4, 3), 64), ((16, 64, 4, 4), 32), ((16, 32, 4, 4), 48), ((16, 64, 2, 3), 48)]
-        return [{}] + [{"tile": GroupedTile(*tile), "most": m} for tile, m in plans]
-    if problem.op == "index_scores":
-        tiles = [(64, 256, 4, 3), (64, 512, 4, 3), (64, 1024, 4, 6)]
-        return [{}] + [{"tile": ScoreTile(*tile)} for tile in tiles]
-    if problem.op == "mla_prefill" and problem.context == 8192:
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 8, 2)]
+        tiles = [(16, 32, 4, 3), (16, 64, 8, 3)] if few else [(16, 32, 4, 3), (32, 32, 8, 3), (64, 32, 4, 3, 2)]
+        return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile in tiles for m in (16, 32)]  # type: ignore[arg-type]
+    if problem.op == "mla_prefill" and problem.context == 8192 and problem.family == "glm_moe_dsa":
+        tiles = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2)]
         return [{}] + [{"tile": PrefillTile(*tile)} for tile in tiles]
     if problem.op == "gqa_prefill" and problem.context == 8192:
-        tiles = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2)]
+        tiles = [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)]
         return [{}] + [{"tile": GroupedTile(*tile)} for tile in tiles]
     return [{}]
 
