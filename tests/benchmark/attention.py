@@ -376,6 +376,8 @@ def run(todo: list[tuple[Problem, Candidate]], arguments: argparse.Namespace) ->
             state["rows"].append(row)
         state["times"].append((problem.name, label(candidate), row["us"]))
         arguments.state.write_text(json.dumps(state))
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"header": limits, "rows": state["rows"]}, indent=1))
 
 
 def main() -> int:
@@ -415,8 +417,6 @@ def main() -> int:
                 break
             problem, candidate = todo[state["next"] - 1]
             print(f"{problem.name:42} {label(candidate):30} crashed", flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"header": state["header"], "rows": state["rows"]}, indent=1))
     for problem in problems if arguments.sweep else []:
         times = [(us, name) for problem_name, name, us in state["times"] if problem_name == problem.name]
         if times:
