@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .format import HADAMARD, TILE, Codebook, ExpertWeights, TrellisWeight
-
-PAGE = 64  # cache rows in a page
+from .kv_format import PAGE, head_planes, latent_format, pack_heads, pack_latents, unpack_heads, unpack_latents
 
 _gpu_rounding: contextvars.ContextVar[bool] = contextvars.ContextVar("gpu_rounding", default=False)
 
@@ -260,13 +259,35 @@ def _store(rows: Tensor, slots: Tensor, cache: Tensor) -> None:
     cache.view(-1, cache.shape[-1])[slots[live]] = rows[live].to(cache.dtype)
 
 
+def _store_heads(rows: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """rows [T, ..., D] into a page-blocked cache of bytes [pages, 64, ..., D + 4]."""
+    live = slots >= 0
+    page, row = slots[live] // PAGE, slots[live] % PAGE
+    for plane, packed in zip(head_planes(cache), pack_heads(rows[live]), strict=True):
+        plane[page, row] = packed
+
+
 def mla_kv_write(
-    kv: Tensor, weight: Tensor, eps: float, positions: Tensor, slots: Tensor, table: Tensor, cache: Tensor, interleaved: bool
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    slots: Tensor,
+    table: Tensor,
+    cache: Tensor,
+    interleaved: bool,
+    latent_scale: float | None = None,
 ) -> None:
     """kv [T, C + R] -> cache rows `slots`: the latent normalised, the key's rope part turned. Slots below 0 are skipped."""
-    latent, key = _wide(kv).split([weight.shape[0], kv.shape[1] - weight.shape[0]], dim=-1)
+    width = weight.shape[0]
+    latent, key = _wide(kv).split([width, kv.shape[1] - width], dim=-1)
     key = rope(key[:, None], positions, table, interleaved)[:, 0]
-    _store(torch.cat([rms_norm(latent, weight, eps), key], dim=-1), slots, cache)
+    rows = torch.cat([rms_norm(latent, weight, eps), key], dim=-1)
+    if cache.dtype == torch.uint8:
+        kv_format = latent_format(cache.shape[-1], width, kv.shape[1] - width)
+        assert kv_format is not None
+        rows = pack_latents(rows, width, kv_format, latent_scale)
+    _store(rows, slots, cache)
 
 
 def index_k_write(
@@ -283,7 +304,8 @@ def index_k_write(
     """k [T, D] -> cache rows `slots`: LayerNorm, then rope on the first R dimensions. Slots below 0 are skipped."""
     k = _wide(k)
     k = F.layer_norm(k, k.shape[-1:], weight.to(k.dtype), bias.to(k.dtype), eps)
-    _store(rope(k[:, None], positions, table, interleaved)[:, 0], slots, cache)
+    rows = rope(k[:, None], positions, table, interleaved)[:, 0]
+    (_store_heads if cache.dtype == torch.uint8 else _store)(rows, slots, cache)
 
 
 def gqa_kv_write(
@@ -301,9 +323,12 @@ def gqa_kv_write(
     """k [T, heads, D], v [T, heads, V] -> cache rows `slots`: keys RMS-normalised per head (where `weight` [D] is given), then
     rope on their first R dimensions; values as they are. Slots below 0 are skipped.
     """
-    k = _wide(k) if weight is None else rms_norm(k, weight, eps)
-    _store(rope(k, positions, table, interleaved).flatten(1), slots, k_cache.flatten(2))
-    _store(_wide(v).flatten(1), slots, v_cache.flatten(2))
+    k = rope(_wide(k) if weight is None else rms_norm(k, weight, eps), positions, table, interleaved)
+    for rows, cache in ((k, k_cache), (_wide(v), v_cache)):
+        if cache.dtype == torch.uint8:
+            _store_heads(rows, slots, cache)
+        else:
+            _store(rows.flatten(1), slots, cache.flatten(2))
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -316,16 +341,29 @@ def head_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _contexts(
-    cache: Tensor, block_table: Tensor, sequence: Tensor, positions: Tensor, dtype: torch.dtype
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    latent: tuple[int, int, float | None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Per sequence of the batch: (its tokens' indices, its cache rows [n, width], positions <= own mask [tokens, n])."""
+    """Per sequence of the batch: (its tokens' indices, its cache rows [n, width], positions <= own mask [tokens, n]).
+
+    latent: (C, R, the layer's latent scale) of packed latents.
+    """
     for b in sequence.unique().tolist():
         tokens = torch.where((sequence == b) & (positions >= 0))[0]
         if tokens.numel() == 0:
             continue
         n = int(positions[tokens].max()) + 1
         pages = block_table[b, : -(-n // PAGE)].long()
-        rows = cache[pages].reshape(-1, cache.shape[-1])[:n].to(dtype)
+        rows = cache[pages]
+        if latent is not None:
+            rows = unpack_latents(rows, *latent)
+        elif rows.dtype == torch.uint8:
+            rows = unpack_heads(rows)
+        rows = rows.flatten(0, 1).flatten(1)[:n].to(dtype)
         yield tokens, rows, torch.arange(n, device=rows.device) <= positions[tokens, None]
 
 
@@ -338,6 +376,7 @@ def mla_decode(
     positions: Tensor,
     selected: Tensor | None,
     scale: float,
+    latent_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA: queries in the latent space attend the cache rows themselves, one key-value head for all.
 
@@ -347,7 +386,8 @@ def mla_decode(
     query = torch.cat([_wide(q_latent), _wide(q_rope)], dim=-1)
     out = torch.zeros(q_latent.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(q_latent.shape[:2], float("-inf"), dtype=query.dtype, device=query.device)
-    for tokens, rows, mask in _contexts(cache, block_table, sequence, positions, query.dtype):
+    sizes = (q_latent.shape[2], q_rope.shape[2], latent_scale) if cache.dtype == torch.uint8 else None
+    for tokens, rows, mask in _contexts(cache, block_table, sequence, positions, query.dtype, sizes):
         if selected is not None:
             chosen = selected[tokens].long()
             width = mask.shape[1]
@@ -371,6 +411,7 @@ def mla_prefill(
     sequence: Tensor,
     positions: Tensor,
     scale: float,
+    latent_scale: float | None = None,
 ) -> Tensor:
     """Expanded MLA: keys and values are unfolded per head from the cached latents. q [T, H, N + R] -> o [T, H, V].
 
@@ -379,7 +420,8 @@ def mla_prefill(
     q = _wide(q)
     out = torch.zeros(*q.shape[:2], w_uv.shape[1], dtype=q.dtype, device=q.device)
     nope, latent = w_uk.shape[1], w_uk.shape[2]
-    for tokens, rows, mask in _contexts(cache, block_table, sequence, positions, q.dtype):
+    sizes = (latent, q.shape[2] - nope, latent_scale) if cache.dtype == torch.uint8 else None
+    for tokens, rows, mask in _contexts(cache, block_table, sequence, positions, q.dtype, sizes):
         keys = einsum(rows[:, :latent], w_uk.to(q.dtype), "key c, head n c -> head key n")
         values = einsum(rows[:, :latent], w_uv.to(q.dtype), "key c, head v c -> head key v")
         scores = einsum(q[tokens, :, :nope], keys, "token head n, head key n -> token head key")
@@ -403,10 +445,11 @@ def gqa_attention(
     """
     q = _wide(q)
     heads, kv_heads = q.shape[1], k_cache.shape[2]
-    out = torch.zeros(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
+    value = v_cache.shape[3] - 4 * (v_cache.dtype == torch.uint8)
+    out = torch.zeros(*q.shape[:2], value, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=q.dtype, device=q.device)
     place = (block_table, sequence, positions, q.dtype)
-    contexts = zip(_contexts(k_cache.flatten(2), *place), _contexts(v_cache.flatten(2), *place))
+    contexts = zip(_contexts(k_cache, *place), _contexts(v_cache, *place))
     for (tokens, keys, mask), (_, values, _) in contexts:
         query = rearrange(q[tokens], "token (kv group) d -> token kv group d", group=heads // kv_heads)
         keys, values = (rearrange(rows, "key (kv d) -> key kv d", kv=kv_heads) for rows in (keys, values))

@@ -20,6 +20,9 @@ from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from exl3_triton.kv_format import KV_FORMATS, latent_bytes
+from exl3_triton.ops.tuning import Device
+
 # by name: the package exports functions of the same names
 MODULES = [
     importlib.import_module(f"exl3_triton.ops.{name}")
@@ -27,7 +30,8 @@ MODULES = [
 ]
 attention, head_matmul, indexer, kv_cache, norm, prefill, rope, swiglu = MODULES
 
-TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 GLM = {"latent": 512, "rope": 64, "heads": 16, "nope": 192, "value": 256, "index_heads": 32}
 MODELS = {
     "glm": GLM,
@@ -108,17 +112,17 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
         attention._launch_mla_decode(*args, meta(tokens, 2048, kind=torch.int32), 0.1, 131072)
         head_matmul._launch_head_matmul(q_latent, w_uv.transpose(1, 2))
         index_q = meta(tokens, model["index_heads"], 128)
-        indexer._launch_index_select(
-            index_q,
-            meta(tokens, model["index_heads"], kind=torch.float32),
-            index_cache,
-            block_table,
-            sequence,
-            positions,
-            2048,
-            131072,
-        )
         prefill._launch_mla_prefill(q, cache, w_uk, w_uv, block_table, sequence, positions, 0.1, 131072)
+        for kv in KV_FORMATS[1:]:
+            packed = meta(1000, 64, latent_bytes(kv, latent, width), kind=torch.uint8)
+            attention._launch_mla_decode(q_latent, q[..., nope:], packed, *place(tokens), None, 0.1, 131072)
+            prefill._launch_mla_prefill(q, packed, w_uk, w_uv, *place(tokens), 0.1, 131072)
+            written = (meta(tokens, latent + width), meta(latent), 1e-6, positions, positions, table, packed, True)
+            kv_cache._launch_mla_kv_write(*written)
+        for index_keys in (meta(1000, 64, 132, kind=torch.uint8), index_cache):
+            weights = meta(tokens, model["index_heads"], kind=torch.float32)
+            scores = (index_q, weights, index_keys, *place(tokens), 2048, 131072)
+            indexer._launch_index_select(*scores)
         norm._launch_rms_norm(meta(tokens, 6144), meta(6144), 1e-6, dtype)
         norm._launch_rms_norm(meta(tokens, 6144), meta(6144), 1e-6, dtype, meta(tokens, 6144))
         swiglu._launch_swiglu(meta(tokens, 2048), meta(tokens, 2048), None, dtype)
@@ -131,7 +135,10 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
 
 def compile_case(case: str, architecture: int) -> dict[str, dict]:
     found: dict[str, dict] = {}
+    device = Device("sm_90" if architecture == 90 else "cuda", 132)
     for module in MODULES:
+        if hasattr(module, "device_of"):
+            module.device_of = lambda _: device
         for name, kernel in list(vars(module).items()):
             if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Recorder(kernel, architecture, found))

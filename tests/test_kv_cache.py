@@ -106,5 +106,5 @@ def test_writes_are_sound_custom_ops(backend, device):
     )
     kv, weight = torch.randn(2, 24, device=device), torch.randn(24, device=device)
     with override_backend(backend):
-        torch.library.opcheck(_mla_kv_write_op, (kv, weight[:16], 1e-6, positions, slots, table, cache, True))
+        torch.library.opcheck(_mla_kv_write_op, (kv, weight[:16], 1e-6, positions, slots, table, cache, True, None))
         torch.library.opcheck(_index_k_write_op, (kv, weight, weight, 1e-6, positions, slots, table, cache, False))

@@ -98,17 +98,19 @@ class MLA(nn.Module):
         interleaved = c.rope_interleave
         q = ops.rope(q, batch.positions, table, interleaved=interleaved, start=c.qk_nope_head_dim)
         write = (self.kv_a_norm, c.latent_norm_eps, batch.positions, batch.slots, table, latent)
-        ops.mla_kv_write(kv, *write, interleaved=interleaved)
+        ops.mla_kv_write(kv, *write, interleaved=interleaved, latent_scale=cache.latent_scale)
         if self.indexer is not None:
             assert cache.index_keys is not None
             selected = self.indexer(x, q_latent, batch, cache.index_keys, table)
         place = (batch.block_table, batch.sequence, batch.positions)
-        scale, bound = c.softmax_scale, batch.max_context
+        limits: dict[str, Any] = {
+            "scale": c.softmax_scale, "max_context": batch.max_context, "latent_scale": cache.latent_scale
+        }  # fmt: skip
         if batch.prefill and selected is None:
-            o = ops.mla_prefill(q, latent, self.w_uk, self.w_uv, *place, scale=scale, max_context=bound)
+            o = ops.mla_prefill(q, latent, self.w_uk, self.w_uv, *place, **limits)
         else:
             q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             q_nope = ops.head_matmul(q_nope, self.w_uk)
-            o, _ = ops.mla_decode(q_nope, q_rope, latent, *place, selected, scale=scale, max_context=bound)
+            o, _ = ops.mla_decode(q_nope, q_rope, latent, *place, selected, **limits)
             o = ops.head_matmul(o, self.w_uv.transpose(1, 2))
         return self.o(rearrange(o, "token head v -> token (head v)"), torch.float32), selected

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..reference import PAGE
+from ..kv_format import KV_FORMATS, PAGE, latent_bytes
 from .config import ModelConfig
 
 
@@ -45,15 +45,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """One MLA layer's rows [pages, 64, C + R], and index keys [pages, 64, D] where it owns an indexer, else None."""
+    """One MLA layer's rows [pages, 64, C + R], and index keys [pages, 64, D] where it owns an indexer, else None.
+
+    Packed formats (`kv_format`): uint8 [pages, 64, bytes]; latent_scale: of this layer, for NVFP4.
+    """
 
     rows: Tensor
     index_keys: Tensor | None
+    latent_scale: float | None = None
 
 
 @dataclass(frozen=True)
 class GroupedCache:
-    """One GQA layer's keys and values [pages, 64, key-value heads, D], the keys normed and rotated."""
+    """One GQA layer's keys and values [pages, 64, key-value heads, D], the keys normed and rotated; fp8: D + 4 bytes."""
 
     keys: Tensor
     values: Tensor
@@ -68,7 +72,7 @@ class KVCache:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All cache tensors [pages, 64, ...]."""
-        return tuple(each for layer in self.layers for each in vars(layer).values() if each is not None)
+        return tuple(each for layer in self.layers for each in vars(layer).values() if isinstance(each, Tensor))
 
     @property
     def num_pages(self) -> int:
@@ -79,20 +83,66 @@ class KVCache:
         """Bytes of all cache tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in all layers together."""
+        return self.nbytes // (self.num_pages * PAGE)
+
+    @property
+    def tokens_per_gib(self) -> int:
+        """Tokens that a GiB holds. `allocate` on the meta device tells it without memory."""
+        return (1 << 30) // self.bytes_per_token
+
     @classmethod
-    def allocate(cls, config: ModelConfig, num_pages: int, *, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """A zeroed cache of `num_pages` pages, page 0 included, which holds no sequence. Raises ValueError below 2 pages."""
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_pages: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv: str = "bf16",
+        index_kv: str | None = None,
+        latent_scales: Sequence[float | None] | None = None,
+    ) -> KVCache:
+        """A zeroed cache of `num_pages` pages, page 0 included, which holds no sequence.
+
+        kv: a format of `kv_format.KV_FORMATS`; "bf16" stands for `dtype`. GQA takes "bf16" and "fp8". index_kv: of the
+        indexer's keys, "bf16" or "fp8"; None: as kv, NVFP4 with fp8. latent_scales: one a layer, for NVFP4. Raises ValueError
+        below 2 pages, for other formats, sizes that a format does not take, and scales that are not one a layer.
+        """
         if num_pages < 2:
             raise ValueError(f"num_pages: found {num_pages}, required at least 2 (page 0 is reserved)")
+        allowed = KV_FORMATS if config.kv_lora_rank else KV_FORMATS[:2]
+        if kv not in allowed:
+            raise ValueError(f"kv={kv!r}: required one of {', '.join(allowed)} ({config.model_type})")
+        index_kv = index_kv or ("bf16" if kv == "bf16" else "fp8")
+        if index_kv not in KV_FORMATS[:2]:
+            raise ValueError(f"index_kv={index_kv!r}: required one of {', '.join(KV_FORMATS[:2])}")
+        if latent_scales is not None and (len(latent_scales) != config.num_layers or not kv.startswith("nvfp4")):
+            raise ValueError(
+                f"latent_scales: found {len(latent_scales)} with kv={kv!r}, required one for each of {config.num_layers} "
+                "layers and a NVFP4 format"
+            )
 
         def pages(*row: int) -> Tensor:
             return torch.zeros(num_pages, PAGE, *row, dtype=dtype, device=device)
 
+        def heads(*row: int) -> Tensor:
+            """fp8: a scale of 4 bytes for each vector."""
+            return torch.zeros(num_pages, PAGE, *row[:-1], row[-1] + 4, dtype=torch.uint8, device=device)
+
         def layer(index: int) -> LatentCache | GroupedCache:
             c = config
             if not c.kv_lora_rank:
-                return GroupedCache(pages(c.num_kv_heads, c.head_dim), pages(c.num_kv_heads, c.v_head_dim))
-            return LatentCache(pages(c.kv_width), pages(c.index_head_dim) if c.owns_indexer(index) else None)
+                make = pages if kv == "bf16" else heads
+                return GroupedCache(make(c.num_kv_heads, c.head_dim), make(c.num_kv_heads, c.v_head_dim))
+            rows = pages(c.kv_width)
+            if kv != "bf16":
+                width = latent_bytes(kv, c.kv_lora_rank, c.qk_rope_head_dim)
+                rows = torch.zeros(num_pages, PAGE, width, dtype=torch.uint8, device=device)
+            keys = (pages if index_kv == "bf16" else heads)(c.index_head_dim) if c.owns_indexer(index) else None
+            return LatentCache(rows, keys, latent_scales[index] if latent_scales is not None else None)
 
         return cls(tuple(layer(index) for index in range(config.num_layers)))
 

@@ -106,9 +106,9 @@ class Transformer(nn.Module):
         for layer in layers:
             layer.bound = bound
 
-    def new_cache(self, num_pages: int) -> KVCache:
-        """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved."""
-        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device)
+    def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
+        """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
+        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device, kv=kv)
 
     def draft(self, batch: Batch, hidden: Tensor, cache: KVCache) -> Tensor:
         """`MTP.forward` with the trunk's embedding and rope table; the states go into `compute_logits` like the trunk's."""

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..kv_format import PAGE, latent_format
 from ._dispatch import launchable
 
-PAGE = 64  # cache rows in a page
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -58,6 +58,42 @@ def check_cache(op: str, cache: Tensor, width: int, *, written: bool = False) ->
         raise ValueError(
             f"{op}: cache has strides {list(cache.stride())}: required contiguous{', it is written in place' * written}"
         )
+
+
+def check_latents(op: str, cache: Tensor, latent: int, rope: int, device: torch.device, *, written: bool = False) -> None:
+    """Raises ValueError unless `cache` holds rows of MLA: floats as `check_cache`, or contiguous bytes of a packed format."""
+    if cache.dtype != torch.uint8:
+        check_cache(op, cache, latent + rope, written=written)
+    elif (
+        cache.dim() != 3
+        or cache.shape[1] != PAGE
+        or not cache.is_contiguous()
+        or not latent_format(cache.shape[2], latent, rope)
+    ):
+        raise ValueError(
+            f"{op}: cache is {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}: required contiguous "
+            f"[pages, {PAGE}, bytes], bytes of a row of a packed format of {latent} + {rope} values"
+        )
+    if cache.device != device:
+        raise ValueError(f"{op}: cache on {cache.device}: required {device}")
+
+
+def check_index_keys(op: str, cache: Tensor, width: int, device: torch.device, *, written: bool = False) -> None:
+    """Raises ValueError unless `cache` holds the indexer's keys: floats as `check_cache`, or bytes in the fp8 format."""
+    if cache.dtype != torch.uint8:
+        check_cache(op, cache, width, written=written)
+    elif cache.dim() != 3 or tuple(cache.shape[1:]) != (PAGE, width + 4) or not cache.is_contiguous() or width % 4:
+        raise ValueError(
+            f"{op}: cache is {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}: required contiguous "
+            f"[pages, {PAGE}, {width} + 4], keys of a multiple of 4 values, each with a scale of 4 bytes"
+        )
+    if cache.device != device:
+        raise ValueError(f"{op}: cache on {cache.device}: required {device}")
+
+
+def stored_format(cache: Tensor, latent: int, rope: int) -> str:
+    """Format of rows that `check_latents` has passed: "bf16" stands for floats of any dtype."""
+    return (latent_format(cache.shape[2], latent, rope) if cache.dtype == torch.uint8 else None) or "bf16"
 
 
 def check_batch(op: str, tokens: int, block_table: Tensor, sequence: Tensor, positions: Tensor, device: torch.device) -> None:

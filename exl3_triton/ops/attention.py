@@ -4,6 +4,9 @@ It is multi-query attention: the heads of a token are the rows of a tile, the ca
 values, values. A token's context is cut into ranges (flash decoding) by its own length alone, so neither the other tokens nor
 `max_context` change a bit of its result; the grid is sized by `max_context`, so it can be captured; `_combine_kernel` adds
 the ranges in ascending order. Prefill, the expanded form, is in `prefill.py`.
+
+Hopper's matrix instructions have at least 64 rows, more than the heads of a rank: there keys are the rows and heads the
+columns of both products, and a tile of keys goes from its copy in shared memory into either one without passing registers.
 """
 
 from typing import NamedTuple
@@ -12,24 +15,28 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._args import block, check_batch, check_cache, check_float, check_index, unit_last, unit_rows
+from ._args import block, check_batch, check_float, check_index, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .packed import latent_columns, rope_columns
 from .prefill import LOG2E, mla_prefill
+from .tuning import Device, device_of
 
 __all__ = ["mla_decode", "mla_prefill"]
 
 DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
-_SCRATCH_BYTES = 64 << 20  # partial results: a launch takes as many tokens as fit
-_CHUNK = 16  # ranges that the combine kernel adds at a time
-_COMBINE_COLUMNS = 128
+_SCRATCH_BYTES = 256 << 20  # partial results: a launch takes as many tokens as fit
+_COMBINE_ROWS, _COMBINE_COLUMNS = 64, 32  # ranges and columns that the combine kernel adds at a time
 
 
 class DecodeTile(NamedTuple):
-    heads: int  # rows of the tile
+    heads: int
     keys: int  # <= 64: a dense tile lies in one page
     warps: int
     stages: int
+    parts: int = 1  # 2: two programs compute the scores of a block of heads, each sums half of the latents' columns
+    transposed: bool = False  # keys are the rows of both products
+    ahead: bool = False  # the next rope keys wait in registers, which leaves shared memory for three stages of latents
 
 
 class SplitPlan(NamedTuple):
@@ -40,12 +47,20 @@ class SplitPlan(NamedTuple):
     grid: int  # ranges that the longest possible context needs
 
 
-def decode_tile(heads: int, dtype: torch.dtype) -> DecodeTile:
-    """Fits 99 KiB of shared memory (AMD: 64) at C = 512, R = 64."""
+def decode_tile(heads: int, dtype: torch.dtype, device: Device, kv: str = "bf16") -> DecodeTile:
+    """At C = 512, R = 64: within 227 KiB of shared memory on sm_90, 99 KiB on other NVIDIA GPUs, 64 KiB on AMD."""
     if dtype == torch.float32:
         return DecodeTile(16, 16, 4, 1)
-    if torch.version.hip:
-        return DecodeTile(16, 32, 4, 2)
+    if device.family == "hip":
+        return DecodeTile(16, 32, 4, 2) if kv == "bf16" else DecodeTile(16, 16, 4, 1)
+    if kv.startswith("nvfp4"):  # more heads: Triton 3.6 does not compile the unpacking for Hopper's matrix instructions
+        return DecodeTile(16, 32, 8, 2)
+    if kv == "fp8":
+        if device.family == "sm_90":
+            return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
+        return DecodeTile(16, 32, 8, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
+    if device.family == "sm_90":
+        return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
     return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
 
 
@@ -80,23 +95,60 @@ def _slots(first, end, position, token, pages, selected, S: tl.constexpr, BLOCK_
     return page * 64 + n % 64, n < end
 
 
+@triton.jit
+def _latents(
+    cache, slot, valid, first, q, latent_scale, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Columns first .. of a tile's latents [keys, BLOCK_C]; packed ones in the dtype of q."""
+    if KV != "bf16":
+        k = latent_columns(cache, slot, valid, first, latent_scale, q, C, R, KV, WIDTH, BLOCK_N, BLOCK_C, NATIVE)
+    else:
+        c = first + tl.arange(0, BLOCK_C)[None, :]
+        k = tl.load(cache + slot[:, None] * (C + R) + c, mask=valid[:, None] & (c < C), other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+    return k
+
+
+@triton.jit
+def _rope_keys(
+    cache, slot, valid, q, C: tl.constexpr, R: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A tile's rope keys [keys, R]; packed ones in the dtype of q."""
+    if KV != "bf16":
+        k = rope_columns(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, NATIVE)
+    else:
+        r = tl.arange(0, BLOCK_R)[None, :]
+        k = tl.load(cache + slot[:, None] * (C + R) + C + r, mask=valid[:, None] & (r < R), other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+    return k
+
+
 @triton.jit(
     do_not_specialize=["first_token", "table_stride", "splits"],
     do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
 )
 def _mla_decode_kernel(
-    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse, scale,
-    first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
+    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse,
+    scale, latent_scale, first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
-    itself.
+    itself. PARTS = 2: it sums half of the columns. TRANSPOSED: scores are [keys, heads], the accumulator [columns, heads].
+    KV: format of the rows, WIDTH: their length.
     """
+    HEADS: tl.constexpr = 1 if TRANSPOSED else 0  # dimension of the scores and, as it happens, of the accumulator
+    KEYS: tl.constexpr = 1 - HEADS
     local = tl.program_id(0).to(tl.int64)  # row of the partial results
     token = local + first_token
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCK_V: tl.constexpr = BLOCK_C // PARTS
+    head = tl.program_id(1) // PARTS * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(2)
     position = tl.load(positions + token)
     count = (position + 1).to(tl.int32)
@@ -104,43 +156,74 @@ def _mla_decode_kernel(
         count = tl.where(position >= 0, S, 0)
     range_keys, used = _ranges(count, LEAST, MOST, BLOCK_N)
     if (split < used) | (MOST == 1):
-        c = tl.arange(0, BLOCK_C)
+        column = 0
+        stored = head < H
+        if PARTS == 2:
+            column = tl.program_id(1) % PARTS * BLOCK_V
+            stored = stored & (column == 0)  # maximum and sum: by the program of the first half
+        c = column + tl.arange(0, BLOCK_V)
         r = tl.arange(0, BLOCK_R)
-        row = head.to(tl.int64)[:, None]
+        mine = head.to(tl.int64)[:, None]
         mask_c = (head < H)[:, None] & (c < C)[None, :]
-        q = tl.load(q_latent + token * latent_token + row * latent_head + c[None, :], mask=mask_c, other=0.0)
+        q = tl.load(q_latent + token * latent_token + mine * latent_head + c[None, :], mask=mask_c, other=0.0)
+        if PARTS == 2:
+            other = BLOCK_V - column + tl.arange(0, BLOCK_V)
+            mask_o = (head < H)[:, None] & (other < C)[None, :]
+            qo = tl.load(q_latent + token * latent_token + mine * latent_head + other[None, :], mask=mask_o, other=0.0)
+            if WIDE:
+                qo = qo.to(tl.float32)
         mask_r = (head < H)[:, None] & (r < R)[None, :]
-        qr = tl.load(q_rope + token * rope_token + row * rope_head + r[None, :], mask=mask_r, other=0.0)
+        qr = tl.load(q_rope + token * rope_token + mine * rope_head + r[None, :], mask=mask_r, other=0.0)
         if WIDE:
             q = q.to(tl.float32)
             qr = qr.to(tl.float32)
         pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
         running = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
-        acc = tl.zeros((BLOCK_H, BLOCK_C), tl.float32)
+        acc = tl.zeros((BLOCK_V, BLOCK_H) if TRANSPOSED else (BLOCK_H, BLOCK_V), tl.float32)
         end = tl.minimum((split + 1) * range_keys, count)
         slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
+        if AHEAD:
+            kr = _rope_keys(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
         for first in range(split * range_keys, end, BLOCK_N):
             # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
             next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
-            source = cache + slot[:, None] * (C + R)
-            k = tl.load(source + c[None, :], mask=valid[:, None] & (c < C)[None, :], other=0.0)
-            kr = tl.load(source + C + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
-            if WIDE:
-                k = k.to(tl.float32)
-                kr = kr.to(tl.float32)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
-            s = tl.where(valid[None, :], s, float("-inf"))
-            peak = tl.maximum(running, tl.max(s, axis=1) * scale)
+            k = _latents(cache, slot, valid, column, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_V, WIDE, NATIVE)
+            if AHEAD:
+                next_kr = _rope_keys(cache, next_slot, next_valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
+            else:
+                kr = _rope_keys(cache, slot, valid, q, C, R, KV, WIDTH, BLOCK_R, WIDE, NATIVE)
+            if PARTS == 2:
+                at = BLOCK_V - column
+                ko = _latents(cache, slot, valid, at, q, latent_scale, C, R, KV, WIDTH, BLOCK_N, BLOCK_V, WIDE, NATIVE)
+            if TRANSPOSED:
+                s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                if PARTS == 2:
+                    s = tl.dot(ko, tl.trans(qo), s, input_precision="ieee")
+                s = tl.dot(kr, tl.trans(qr), s, input_precision="ieee")
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if PARTS == 2:
+                    s = tl.dot(qo, tl.trans(ko), s, input_precision="ieee")
+                s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
+            s = tl.where(tl.expand_dims(valid, HEADS), s, float("-inf"))
+            peak = tl.maximum(running, tl.max(s, axis=KEYS) * scale)
             base = tl.where(peak == float("-inf"), 0.0, peak)  # a tile may hold no selected position at all
-            p = tl.exp2(tl.fma(s, scale, -base[:, None]))
+            p = tl.exp2(tl.fma(s, scale, tl.expand_dims(-base, KEYS)))
             shrink = tl.exp2(running - base)
-            total = total * shrink + tl.sum(p, axis=1)
-            acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(p, axis=KEYS)
+            acc = acc * tl.expand_dims(shrink, KEYS)
+            if TRANSPOSED:
+                acc = tl.dot(tl.trans(k), p.to(k.dtype), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(p.to(k.dtype), k, acc, input_precision="ieee")
             running = peak
             slot = next_slot
             valid = next_valid
+            if AHEAD:
+                kr = next_kr
+        if TRANSPOSED:
+            acc = tl.trans(acc)
         if MOST == 1:
             where = token * H + head
             empty = total == 0.0
@@ -149,22 +232,22 @@ def _mla_decode_kernel(
             tl.store(
                 lse + where,
                 tl.where(empty, float("-inf"), running * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))),
-                mask=head < H,
+                mask=stored,
             )
         else:
             where = (local * H + head) * splits + split
             tl.store(part_acc + where[:, None] * C + c[None, :], acc, mask=mask_c)
-            tl.store(part_max + where, running, mask=head < H)
-            tl.store(part_sum + where, total, mask=head < H)
+            tl.store(part_max + where, running, mask=stored)
+            tl.store(part_sum + where, total, mask=stored)
 
 
 @triton.jit(do_not_specialize=["first_row", "splits"], do_not_specialize_on_alignment=["positions"])
 def _combine_kernel(
     part_acc, part_max, part_sum, positions, out, lse, first_row, splits,
     H: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    MOST_PAD: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    MOST_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One (token, head, block of columns): the ranges' partial results, weighted and added in chunks of fixed size."""
+    """One (token, head, block of columns): the ranges' partial results, weighted and added, ROWS of them at a time."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     target = row + first_row
@@ -180,8 +263,8 @@ def _combine_kernel(
     total = tl.sum(tl.exp2(maxima - base) * tl.load(part_sum + row * splits + i, mask=i < used, other=0.0), axis=0)
     empty = total == 0.0
     acc = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, used, CHUNK):
-        j = first + tl.arange(0, CHUNK)
+    for first in range(0, used, ROWS):
+        j = first + tl.arange(0, ROWS)
         weight = tl.exp2(tl.load(part_max + row * splits + j, mask=j < used, other=float("-inf")) - base)
         values = tl.load(
             part_acc + (row * splits + j)[:, None] * C + c[None, :], mask=(j < used)[:, None] & (c < C)[None, :], other=0.0
@@ -203,6 +286,7 @@ def _launch_mla_decode(
     selected: Tensor | None,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
     tile: DecodeTile | None = None,
     plan: SplitPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -217,8 +301,10 @@ def _launch_mla_decode(
     sequence, positions = sequence.contiguous(), positions.contiguous()
     chosen = 0 if selected is None else selected.shape[1]
     picks = positions if selected is None else selected.contiguous()
-    wide = not (q_latent.dtype == q_rope.dtype == cache.dtype) or cache.dtype == torch.float32
-    tile = tile or decode_tile(heads, torch.float32 if wide else cache.dtype)
+    kv = stored_format(cache, latent, q_rope.shape[2])
+    rows = q_latent.dtype if cache.dtype == torch.uint8 else cache.dtype
+    wide = not (q_latent.dtype == q_rope.dtype == rows) or rows == torch.float32
+    tile = tile or decode_tile(heads, torch.float32 if wide else rows, device_of(device), kv)
     head_blocks = -(-heads // tile.heads)
     plan = plan or split_plan(tokens, head_blocks, chosen or max_context, chosen > 0)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
@@ -231,17 +317,19 @@ def _launch_mla_decode(
     with device_guard(q_latent):
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _mla_decode_kernel[(n, head_blocks, plan.grid)](
+            _mla_decode_kernel[(n, head_blocks * tile.parts, plan.grid)](
                 q_latent, q_rope, cache, block_table, sequence, positions, picks,
-                part_acc, part_max, part_sum, out, lse, scale * LOG2E,
+                part_acc, part_max, part_sum, out, lse, scale * LOG2E, 1.0 if latent_scale is None else latent_scale,
                 t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
-                WIDE=wide, **widths, num_warps=tile.warps, num_stages=tile.stages,
+                PARTS=tile.parts, TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
+                NATIVE=device_of(device).family == "sm_90", **widths,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
-                    MOST_PAD=block(plan.most, 2), CHUNK=_CHUNK, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
+                    MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
                 )  # fmt: skip
     return out, lse
 
@@ -256,10 +344,12 @@ def _mla_decode_body(
     selected: Tensor | None,
     scale: float,
     max_context: int,
+    latent_scale: float | None,
 ) -> tuple[Tensor, Tensor]:
+    place = (block_table, sequence, positions, selected, scale)
     if use_triton(q_latent):
-        return _launch_mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context)
-    out, lse = reference.mla_decode(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale)
+        return _launch_mla_decode(q_latent, q_rope, cache, *place, max_context, latent_scale)
+    out, lse = reference.mla_decode(q_latent, q_rope, cache, *place, latent_scale)
     return out.to(q_latent.dtype), lse.float()
 
 
@@ -267,7 +357,7 @@ _mla_decode_op = torch.library.custom_op("exl3_triton::mla_decode", _mla_decode_
 
 
 @_mla_decode_op.register_fake
-def _(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context):
+def _(q_latent, q_rope, cache, block_table, sequence, positions, selected, scale, max_context, latent_scale):
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
 
 
@@ -282,11 +372,13 @@ def mla_decode(
     *,
     scale: float,
     max_context: int,
+    latent_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA: softmax((q_latent . latent + q_rope . key) * scale) over a token's context, applied to the latents.
 
     q_latent: [T, H, C], q_rope: [T, H, R], fp16, bf16 or fp32, any strides; cache: [pages, 64, C + R] (latent, rope key), the
-    fast path where its dtype is that of the queries; block_table: int32 [B, P], position p of sequence b lies in page
+    fast path where its dtype is that of the queries, or uint8 [pages, 64, bytes] in a format of `kv_format`, which the bytes
+    tell (latent_scale: as it was written with); block_table: int32 [B, P], position p of sequence b lies in page
     block_table[b, p // 64], row p % 64; sequence: int32 [T]; positions: int64 [T], token t attends positions 0 ..
     positions[t]. selected: None, or int32 [T, S]: it attends those of these positions that are in 0 .. positions[t] (each
     listed once, in any order; -1 for none). scale: of the logits, natural. max_context: upper bound of positions + 1; sizes
@@ -297,13 +389,13 @@ def mla_decode(
     on the other tokens as long as T <= 64, or T > 64. Raises ValueError for other shapes, dtypes or devices.
     """
     op = "mla_decode"
-    check_float(op, q_latent=q_latent, q_rope=q_rope, cache=cache)
+    check_float(op, q_latent=q_latent, q_rope=q_rope)
     if q_latent.dim() != 3 or q_rope.dim() != 3 or q_latent.shape[:2] != q_rope.shape[:2]:
         raise ValueError(
             f"{op}: q_latent {list(q_latent.shape)}, q_rope {list(q_rope.shape)}: required [T, H, C] and [T, H, R]"
         )
     tokens, device = q_latent.shape[0], q_latent.device
-    check_cache(op, cache, q_latent.shape[2] + q_rope.shape[2])
+    check_latents(op, cache, q_latent.shape[2], q_rope.shape[2], device)
     check_batch(op, tokens, block_table, sequence, positions, device)
     if selected is not None and (selected.dim() != 2 or selected.shape[1] == 0):
         raise ValueError(f"{op}: selected {list(selected.shape)}: required int32 [{tokens}, S >= 1], or None")
@@ -325,4 +417,5 @@ def mla_decode(
         selected,
         float(scale),
         max_context,
+        latent_scale,
     )

@@ -14,13 +14,13 @@ from .. import reference
 from ._args import FLOATS, PAGE, block, check_batch, check_float, check_index, check_table, unit_last, unit_rows
 from ._dispatch import call, device_guard, launchable, use_triton
 from ._triton import tl, triton
-from .attention import DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
+from .attention import _COMBINE_COLUMNS, _COMBINE_ROWS, DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
+from .packed import E4M3_MAX, TINY, e4m3_decode, e4m3_encode, head_plane
 from .prefill import LOG2E, _bounds_kernel
 from .rope import rope_factors, rope_pair
+from .tuning import Device, device_of
 
 _SCRATCH_BYTES = 64 << 20  # partial results of decoding: a launch takes as many tokens as fit
-_CHUNK = 16  # ranges that are combined at a time
-_COMBINE_COLUMNS = 128
 _MAX_GRID = 65535  # sequences a prefill launch: the third axis of a CUDA grid
 
 
@@ -31,30 +31,35 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-def grouped_decode_tile(dtype: torch.dtype) -> GroupedTile:
-    """Fits 99 KiB of shared memory at D = V = 256."""
-    return GroupedTile(16, 16, 4, 1) if dtype == torch.float32 else GroupedTile(16, 64, 4, 2)
-
-
-def grouped_prefill_tile(dtype: torch.dtype, width: int) -> GroupedTile:
-    """Fits 99 KiB of shared memory at D = V = 256."""
+def grouped_decode_tile(dtype: torch.dtype, width: int) -> GroupedTile:
+    """Fits 99 KiB of shared memory at widths of 256."""
     if dtype == torch.float32:
         return GroupedTile(16, 16, 4, 1)
-    return GroupedTile(128, 64, 8, 2) if width <= 128 else GroupedTile(64, 32, 4, 2)
+    return GroupedTile(16, 64, 4, 3 if width <= 128 else 2)
+
+
+def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device, fp8: bool = False) -> GroupedTile:
+    """At widths of 256: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
+    if dtype == torch.float32:
+        return GroupedTile(16, 16, 4, 1)
+    if device.family == "sm_90":
+        return GroupedTile(128, 64, 8, 3 if width <= 128 else 2)
+    return GroupedTile(128, 64, 8, 2) if width <= 128 and not fp8 else GroupedTile(64, 32, 4, 2)
 
 
 def grouped_split_plan(tokens: int, kv_heads: int, context: int) -> SplitPlan:
     """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many."""
     least = 128
-    most = max(8, min(128, 512 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
+    most = max(8, min(128, 256 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
     return SplitPlan(least, most, min(-(-max(context, 1) // least), most))
 
 
 @triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
 def _gqa_kv_write_kernel(
     k, v, weight, positions, slots, table, k_cache, v_cache, length, slots_end, k_token, k_head, v_token, v_head, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of key-value heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -64,9 +69,15 @@ def _gqa_kv_write_kernel(
         live = head < HEADS
         e = tl.arange(0, BLOCK_V)[None, :]
         value = tl.load(v + token * v_token + head * v_head + e, mask=live & (e < V), other=0.0)
-        tl.store(v_cache + (slot * HEADS + head) * V + e, value.to(v_cache.dtype.element_ty), mask=live & (e < V))
+        if FP8:
+            values, scales = head_plane(v_cache, slot, HEADS, V)
+            value = value.to(tl.float32)
+            scale = tl.maximum(tl.max(tl.abs(value), axis=1)[:, None] / E4M3_MAX, TINY)
+            tl.store(scales + head, scale, mask=live)
+            tl.store(values + head * V + e, e4m3_encode(value / scale).to(tl.uint8), mask=live & (e < V))
+        else:
+            tl.store(v_cache + (slot * HEADS + head) * V + e, value.to(v_cache.dtype.element_ty), mask=live & (e < V))
         source = k + token * k_token + head * k_head
-        target = k_cache + (slot * HEADS + head) * D
         d = tl.arange(0, BLOCK_D)[None, :]
         inside = live & (d < D)
         x = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
@@ -81,9 +92,40 @@ def _gqa_kv_write_kernel(
             x = x * inverse * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
             a = a * inverse * tl.load(weight + first, mask=pair < HALF, other=0.0).to(tl.float32)
             b = b * inverse * tl.load(weight + second, mask=pair < HALF, other=0.0).to(tl.float32)
-        tl.store(target + d, x.to(k_cache.dtype.element_ty), mask=inside & (d >= 2 * HALF))
-        tl.store(target + first, (a * cos - b * sin).to(k_cache.dtype.element_ty), mask=turned)
-        tl.store(target + second, (b * cos + a * sin).to(k_cache.dtype.element_ty), mask=turned)
+        a, b = a * cos - b * sin, b * cos + a * sin
+        rest = inside & (d >= 2 * HALF)
+        if FP8:
+            values, scales = head_plane(k_cache, slot, HEADS, D)
+            largest = tl.max(tl.where(turned, tl.maximum(tl.abs(a), tl.abs(b)), 0.0), axis=1)
+            scale = tl.maximum(largest, tl.max(tl.where(rest, tl.abs(x), 0.0), axis=1))[:, None] / E4M3_MAX
+            scale = tl.maximum(scale, TINY)
+            tl.store(scales + head, scale, mask=live)
+            x, a, b = e4m3_encode(x / scale), e4m3_encode(a / scale), e4m3_encode(b / scale)
+            target = values + head * D
+        else:
+            target = k_cache + (slot * HEADS + head) * D
+        tl.store(target + d, x.to(k_cache.dtype.element_ty), mask=rest)
+        tl.store(target + first, a.to(k_cache.dtype.element_ty), mask=turned)
+        tl.store(target + second, b.to(k_cache.dtype.element_ty), mask=turned)
+
+
+@triton.jit
+def _head_rows(
+    cache, slot, kv, mask, like, KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """(rows `slot` of one head [rows, BLOCK_D], their scales' addresses where they are FP8); `like`: gives the dtype then."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if FP8:
+        values, scales = head_plane(cache, slot, KV, D)
+        scales += kv
+        x = e4m3_decode(tl.load(values[:, None] + kv * D + d, mask=mask, other=0), NATIVE).to(like.dtype)
+    else:
+        scales = cache
+        x = tl.load(cache + (slot * KV + kv)[:, None] * D + d, mask=mask, other=0.0)
+        if WIDE:
+            x = x.to(tl.float32)
+    return x, scales
 
 
 @triton.jit(
@@ -95,7 +137,7 @@ def _gqa_decode_kernel(
     first_token, q_token, q_head, table_stride, splits,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of the query heads of a key-value head, range of keys). MOST = 1: writes the result itself."""
     GROUP: tl.constexpr = H // KV
@@ -122,23 +164,29 @@ def _gqa_decode_kernel(
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
         end = tl.minimum((split + 1) * range_keys, count)
+        page = tl.load(pages + split * range_keys // 64, mask=split * range_keys < end, other=0).to(tl.int64)
         for first in range(split * range_keys, end, BLOCK_N):
+            # a tile ahead: else the pipeliner counts the table's load as a stage and copies keys without overlap
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0).to(tl.int64)
             valid = first + n < end
-            slot = tl.load(pages + first // 64).to(tl.int64) * 64 + first % 64 + n
-            row = (slot * KV + kv)[:, None]
-            k = tl.load(k_cache + row * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(v_cache + row * V + e[None, :], mask=valid[:, None] & (e < V)[None, :], other=0.0)
-            if WIDE:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
+            slot = page * 64 + first % 64 + n
+            in_d = valid[:, None] & (d < D)[None, :]
+            in_e = valid[:, None] & (e < V)[None, :]
+            k, k_scales = _head_rows(k_cache, slot, kv, in_d, x, KV, D, BLOCK_D, WIDE, FP8, NATIVE)
+            v, v_scales = _head_rows(v_cache, slot, kv, in_e, x, KV, V, BLOCK_V, WIDE, FP8, NATIVE)
             s = tl.dot(x, tl.trans(k), input_precision="ieee")
+            if FP8:
+                s *= tl.load(k_scales, mask=valid, other=0.0)[None, :]
             s = tl.where(valid[None, :], s, float("-inf"))
             peak = tl.maximum(running, tl.max(s, axis=1) * scale)
             p = tl.exp2(tl.fma(s, scale, -peak[:, None]))
             shrink = tl.exp2(running - peak)
             total = total * shrink + tl.sum(p, axis=1)
+            if FP8:
+                p *= tl.load(v_scales, mask=valid, other=0.0)[None, :]
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             running = peak
+            page = next_page
         if MOST == 1:
             where = token * H + head
             empty = total == 0.0
@@ -155,29 +203,36 @@ def _gqa_decode_kernel(
 
 @triton.jit
 def _attend_tile(
-    x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
+    x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
     KV: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, positions first ..: updated (running maximum, sum, accumulator). MASK: causally, and up to `end`."""
+    """One tile of keys, positions first .. in `page`: updated (running maximum, sum, accumulator). MASK: causally, and up to
+    `end`.
+    """
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_V)
     n = first + tl.arange(0, BLOCK_N)
-    inside = (n < end)[:, None] if MASK else (n >= 0)[:, None]
-    slot = tl.load(pages + first // 64).to(tl.int64) * 64 + n % 64
-    row = (slot * KV + kv)[:, None]
-    k = tl.load(k_cache + row * D + d[None, :], mask=inside & (d < D)[None, :], other=0.0)
-    v = tl.load(v_cache + row * V + e[None, :], mask=inside & (e < V)[None, :], other=0.0)
-    if WIDE:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
+    in_d = (d < D)[None, :]
+    in_e = (e < V)[None, :]
+    if MASK:
+        in_d = in_d & (n < end)[:, None]
+        in_e = in_e & (n < end)[:, None]
+    slot = page.to(tl.int64) * 64 + n % 64
+    k, k_scales = _head_rows(k_cache, slot, kv, in_d, x, KV, D, BLOCK_D, WIDE, FP8, NATIVE)
+    v, v_scales = _head_rows(v_cache, slot, kv, in_e, x, KV, V, BLOCK_V, WIDE, FP8, NATIVE)
     s = tl.dot(x, tl.trans(k), input_precision="ieee")
+    if FP8:
+        s *= tl.load(k_scales, mask=n < end, other=0.0)[None, :]
     if MASK:
         s = tl.where(n[None, :] <= position[:, None], s, float("-inf"))
     peak = tl.maximum(running, tl.max(s, axis=1) * scale)
     p = tl.exp2(tl.fma(s, scale, -peak[:, None]))  # an explicit fma: the same bits with and without the mask
     shrink = tl.exp2(running - peak)
     total = total * shrink + tl.sum(p, axis=1)
+    if FP8:
+        p *= tl.load(v_scales, mask=n < end, other=0.0)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return peak, total, acc
 
@@ -189,6 +244,7 @@ def _gqa_prefill_kernel(
     q, k_cache, v_cache, block_table, bounds, positions, out, lse, scale, q_token, q_head, table_stride, first_sequence,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One (tile of tokens, query head, sequence); a tile may hold the end of a sequence and the start of the next."""
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest contexts first
@@ -216,16 +272,21 @@ def _gqa_prefill_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         end = last + 1
         whole = (lowest + 1) // BLOCK_N * BLOCK_N  # keys that every row attends
+        page = tl.load(pages)
         for first in range(0, whole, BLOCK_N):
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0)  # ahead, as in decoding
             running, total, acc = _attend_tile(
-                x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
-                KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, False, WIDE,
+                x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
+                KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, False, WIDE, FP8, NATIVE,
             )  # fmt: skip
+            page = next_page
         for first in range(whole, end, BLOCK_N):
+            next_page = tl.load(pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0)
             running, total, acc = _attend_tile(
-                x, running, total, acc, k_cache, v_cache, pages, kv, first, end, position, scale,
-                KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, True, WIDE,
+                x, running, total, acc, k_cache, v_cache, page, kv, first, end, position, scale,
+                KV, D, V, BLOCK_N, BLOCK_D, BLOCK_V, True, WIDE, FP8, NATIVE,
             )  # fmt: skip
+            page = next_page
         where = row * H + head
         mask = mine[:, None] & (e < V)[None, :]
         tl.store(out + where[:, None] * V + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -255,7 +316,8 @@ def _launch_gqa_kv_write(
         _gqa_kv_write_kernel[(tokens, triton.cdiv(heads, block_heads))](
             k, v, k if weight is None else launchable(weight), positions.contiguous(), slots.contiguous(), launchable(table),
             k_cache, v_cache, table.shape[0], k_cache.shape[0] * PAGE, k.stride(0), k.stride(1), v.stride(0), v.stride(1), eps,
-            HEADS=heads, D=width, V=value, HALF=half, NORM=weight is not None, INTERLEAVED=interleaved,
+            HEADS=heads, D=width, V=value, HALF=half, NORM=weight is not None, FP8=k_cache.dtype == torch.uint8,
+            INTERLEAVED=interleaved,
             BLOCK_HEADS=block_heads, BLOCK_D=block_d, BLOCK_V=block(value, 1), BLOCK_PAIRS=block(half, 1), num_warps=4,
         )  # fmt: skip
 
@@ -288,13 +350,20 @@ def _(k, v, weight, eps, positions, slots, table, k_cache, v_cache, interleaved)
     return None
 
 
+def _head_width(cache: Tensor) -> int:
+    """Values of a head in a cache [pages, 64, KV, D], in the fp8 format D + 4 bytes."""
+    return cache.shape[3] - 4 * (cache.dtype == torch.uint8)
+
+
 def _check_caches(op: str, k_cache: Tensor, v_cache: Tensor, heads: int | None = None) -> None:
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         rows = (k_cache.shape[0], PAGE, heads or (k_cache.shape[2] if k_cache.dim() == 4 else 0))
-        if cache.dim() != 4 or tuple(cache.shape[:3]) != rows or cache.dtype not in FLOATS or not cache.is_contiguous():
+        kind = cache.dtype in FLOATS or (cache.dtype == k_cache.dtype == torch.uint8 and cache.shape[-1] % 4 == 0)
+        if cache.dim() != 4 or tuple(cache.shape[:3]) != rows or not kind or not cache.is_contiguous():
             raise ValueError(
                 f"{op}: {name} is {cache.dtype} {list(cache.shape)} with strides {list(cache.stride())}: "
-                f"required contiguous floats [pages, {PAGE}, key-value heads, width], both with the same first three sizes"
+                f"required contiguous floats [pages, {PAGE}, key-value heads, width], or both uint8 with 4 bytes more (widths "
+                "then multiples of 4), and the same first three sizes"
             )
 
 
@@ -316,11 +385,12 @@ def gqa_kv_write(
     k: [T, KV, D], v: [T, KV, V] fp16, bf16 or fp32, any strides; weight: [D] of the norm, or None: keys are not normalised;
     positions, slots: int64 [T], slot = page * 64 + row in the page, negative: the token is skipped; table: fp32 [L, R],
     R <= D, and interleaved as in `rope`; k_cache: [pages, 64, KV, D], v_cache: [pages, 64, KV, V], contiguous, written
-    (rounded once to their dtype). Two tokens of one call must not share a slot. On a GPU a slot past the cache is skipped too.
-    Raises ValueError for other shapes, dtypes or devices.
+    (rounded once to their dtype), or both uint8 with D + 4 and V + 4 bytes a head, fp8 as in `kv_format`. Two tokens of one
+    call must not share a slot. On a GPU a slot past the cache is skipped too. Raises ValueError for other shapes, dtypes or
+    devices.
     """
     op = "gqa_kv_write"
-    check_float(op, k=k, v=v, k_cache=k_cache, v_cache=v_cache, **({} if weight is None else {"weight": weight}))
+    check_float(op, k=k, v=v, **({} if weight is None else {"weight": weight}))
     check_table(op, table, k.device)
     if k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2] or table.shape[1] > k.shape[2]:
         shapes = f"k {list(k.shape)}, v {list(v.shape)}, table {list(table.shape)}"
@@ -328,7 +398,7 @@ def gqa_kv_write(
     if weight is not None and tuple(weight.shape) != (k.shape[2],):
         raise ValueError(f"{op}: weight {list(weight.shape)}: required [{k.shape[2]}], the width of a key, or None")
     _check_caches(op, k_cache, v_cache, k.shape[1])
-    if (k_cache.shape[3], v_cache.shape[3]) != (k.shape[2], v.shape[2]):
+    if (_head_width(k_cache), _head_width(v_cache)) != (k.shape[2], v.shape[2]):
         shapes = f"k_cache {list(k_cache.shape)}, v_cache {list(v_cache.shape)}"
         raise ValueError(f"{op}: {shapes}: required heads of {k.shape[2]} and {v.shape[2]}, as k and v")
     check_index(op, "positions", positions, torch.int64, (k.shape[0],), k.device)
@@ -351,14 +421,15 @@ def _launch_gqa_decode(
 ) -> tuple[Tensor, Tensor]:
     """`tile` and `plan` override the defaults, for tuning and tests."""
     tokens, heads, width = q.shape
-    kv_heads, value = v_cache.shape[2:]
+    kv_heads, value = v_cache.shape[2], _head_width(v_cache)
     out = torch.empty(tokens, heads, value, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
-    wide = not (q.dtype == k_cache.dtype == v_cache.dtype) or q.dtype == torch.float32
-    tile = tile or grouped_decode_tile(torch.float32 if wide else q.dtype)
+    fp8 = k_cache.dtype == torch.uint8
+    wide = q.dtype == torch.float32 or not (fp8 or q.dtype == k_cache.dtype == v_cache.dtype)
+    tile = tile or grouped_decode_tile(torch.float32 if wide else q.dtype, max(width, value))
     plan = plan or grouped_split_plan(tokens, kv_heads, max_context)
     head_blocks = kv_heads * -(-(heads // kv_heads) // tile.rows)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
@@ -374,13 +445,14 @@ def _launch_gqa_decode(
                 q, k_cache, v_cache, block_table, sequence, positions, part_acc, part_max, part_sum, out, lse, scale * LOG2E,
                 t, q.stride(0), q.stride(1), block_table.stride(0), plan.grid,
                 H=heads, KV=kv_heads, D=width, V=value, BLOCK_G=tile.rows, BLOCK_D=block(width), BLOCK_V=block(value),
-                BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most, WIDE=wide, num_warps=tile.warps, num_stages=tile.stages,
+                BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most, WIDE=wide, FP8=fp8,
+                NATIVE=device_of(q.device).family == "sm_90", num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(value, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
                     H=heads, C=value, S=0, BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most,
-                    MOST_PAD=block(plan.most, 2), CHUNK=_CHUNK, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+                    MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
                 )  # fmt: skip
     return out, lse
 
@@ -397,15 +469,16 @@ def _launch_gqa_prefill(
 ) -> tuple[Tensor, Tensor]:
     """`tile` overrides the default, for tuning and tests."""
     tokens, heads, width = q.shape
-    kv_heads, value = v_cache.shape[2:]
+    kv_heads, value = v_cache.shape[2], _head_width(v_cache)
     sequences = block_table.shape[0]
     out = torch.zeros(tokens, heads, value, dtype=q.dtype, device=q.device)  # padding rows stay as they are
     lse = torch.full((tokens, heads), float("-inf"), dtype=torch.float32, device=q.device)
     if out.numel() == 0 or sequences == 0:
         return out, lse
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
-    wide = not (q.dtype == k_cache.dtype == v_cache.dtype) or q.dtype == torch.float32
-    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value))
+    fp8 = k_cache.dtype == torch.uint8
+    wide = q.dtype == torch.float32 or not (fp8 or q.dtype == k_cache.dtype == v_cache.dtype)
+    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value), device_of(q.device), fp8)
     bounds = torch.zeros(sequences, 3, dtype=torch.int32, device=q.device)
     with device_guard(q):
         _bounds_kernel[(triton.cdiv(tokens, 256),)](sequence, positions, bounds, tokens, BLOCK=256, num_warps=4)
@@ -414,7 +487,8 @@ def _launch_gqa_prefill(
                 q, k_cache, v_cache, block_table, bounds, positions, out, lse, scale * LOG2E,
                 q.stride(0), q.stride(1), block_table.stride(0), b,
                 H=heads, KV=kv_heads, D=width, V=value, BLOCK_M=tile.rows, BLOCK_D=block(width), BLOCK_V=block(value),
-                BLOCK_N=tile.keys, WIDE=wide, num_warps=tile.warps, num_stages=tile.stages,
+                BLOCK_N=tile.keys, WIDE=wide, FP8=fp8, NATIVE=device_of(q.device).family == "sm_90",
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
     return out, lse
 
@@ -443,7 +517,7 @@ _gqa_attention_op = torch.library.custom_op("exl3_triton::gqa_attention", _gqa_a
 
 @_gqa_attention_op.register_fake
 def _(q, k_cache, v_cache, block_table, sequence, positions, scale, max_context, prefill):
-    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty((*q.shape[:2], _head_width(v_cache))), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def gqa_attention(
@@ -461,7 +535,8 @@ def gqa_attention(
     """Causal attention of H query heads over KV key-value heads: head h attends those of head h // (H / KV).
 
     q: [T, H, D] fp16, bf16 or fp32, any strides; k_cache: [pages, 64, KV, D], v_cache: [pages, 64, KV, V], which already hold
-    the rows of the call's own tokens; the fast path where all are of one 16-bit dtype. block_table: int32 [B, P], position p
+    the rows of the call's own tokens; the fast path where all are of one 16-bit dtype, or both fp8 as `gqa_kv_write` stores
+    them. block_table: int32 [B, P], position p
     of sequence b lies in page block_table[b, p // 64], row p % 64; sequence: int32 [T]; positions: int64 [T], token t attends
     positions 0 .. positions[t]. scale: of the logits, natural. max_context: upper bound of positions + 1; sizes the grid, not
     the result. prefill: the form that is fast for many tokens a sequence; these must then lie side by side, in ascending
@@ -472,9 +547,9 @@ def gqa_attention(
     tokens; while decoding, as long as T <= 64, or T > 64. Raises ValueError for other shapes, dtypes or devices.
     """
     op = "gqa_attention"
-    check_float(op, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_float(op, q=q)
     _check_caches(op, k_cache, v_cache)
-    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+    if q.dim() != 3 or q.shape[2] != _head_width(k_cache) or q.shape[1] % k_cache.shape[2]:
         shapes = f"q {list(q.shape)}, k_cache {list(k_cache.shape)}"
         raise ValueError(f"{op}: {shapes}: required [T, H, D] and [pages, {PAGE}, KV, D], H a multiple of KV")
     check_batch(op, q.shape[0], block_table, sequence, positions, q.device)

@@ -1,22 +1,37 @@
 """The lightning indexer (DeepSeek-V3.2, arXiv:2512.02556): scores of all cached keys, then an exact, deterministic top-k.
 
-Selection works on segments that fit into one program's registers: the k-th largest score is found bit by bit by counting, ties
-at it go to the lowest positions, and the survivors are written in ascending order of position. A context of several segments
-is selected again from its segments' survivors, which lie in ascending order too, so the tie rule holds throughout.
+Selection is by radix: programs over segments of a row count the digits of its scores, eight bits a launch from the top, into a
+histogram of the row (integer additions: their order does not matter), until the k-th largest score is known. One more launch
+writes the survivors in ascending order of position; ties at the k-th go to the lowest ones.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ._args import PAGE, block, check_batch, check_cache, check_float, unit_last, unit_rows
+from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .packed import e4m3_decode, head_plane
+from .tuning import device_of
 
 MAX_TOPK = 16384
-_SEGMENT = 16384  # scores that one program selects from (more for topk > 4096: selection must at least quarter them)
+_SEGMENT = 4096  # scores of a row that one program counts
 _SCORES = 1 << 24  # fp32 scores in scratch: max(1, _SCORES // max_context) tokens are scored and selected at a time
-_SPAN = 512  # keys that one program scores
+
+
+class ScoreTile(NamedTuple):
+    keys: int  # <= 64: a tile lies in one page
+    span: int  # keys that one program scores, a multiple of `keys`
+    warps: int
+    stages: int
+
+
+def score_tile(dtype: torch.dtype) -> ScoreTile:
+    """Fits 99 KiB of shared memory at 64 heads of 128."""
+    return ScoreTile(32, 512, 4, 1) if dtype == torch.float32 else ScoreTile(PAGE, 512, 4, 4)
 
 
 @triton.jit(
@@ -27,7 +42,7 @@ def _score_kernel(
     q, weights, cache, block_table, sequence, positions, scores,
     first_token, q_token, q_head, weight_token, table_stride, width,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
     position.
@@ -53,102 +68,155 @@ def _score_kernel(
             page = tl.load(
                 pages + (first + BLOCK_N) // 64, mask=first + BLOCK_N < end, other=0
             )  # ahead, so that keys are pipelined
-            keys = tl.load(
-                cache + slot[:, None] * D + d[None, :], mask=(first + n < end)[:, None] & (d < D)[None, :], other=0.0
-            )
-            if WIDE:
-                keys = keys.to(tl.float32)
+            inside = (first + n < end)[:, None] & (d < D)[None, :]
+            if FP8:
+                values, scales = head_plane(cache, slot, 1, D)
+                keys = e4m3_decode(tl.load(values[:, None] + d[None, :], mask=inside, other=0), NATIVE).to(queries.dtype)
+            else:
+                keys = tl.load(cache + slot[:, None] * D + d[None, :], mask=inside, other=0.0)
+                if WIDE:
+                    keys = keys.to(tl.float32)
             products = tl.dot(keys, queries, input_precision="ieee")
             products = tl.where(products < 0.0, 0.0, products)  # unlike a maximum this keeps NaN
-            tl.store(scores + local * width + first + n, tl.sum(products * weight[None, :], axis=1), mask=first + n < end)
+            score = tl.sum(products * weight[None, :], axis=1)
+            if FP8:  # a key's scale is positive: it passes the rectifier
+                score *= tl.load(scales, mask=first + n < end, other=0.0)
+            tl.store(scores + local * width + first + n, score, mask=first + n < end)
 
 
 @triton.jit
-def _sortable(scores, candidates, i, width, position, FIRST: tl.constexpr):
-    """(key, position) of a row's entries i: keys uint32, ordered as the scores, 0 for no entry.
+def _sortable(scores, i, width, position):
+    """A row's entries i: keys uint32, ordered as the scores, 0 for what is past `position`.
 
     NaN counts as -inf and -0.0 as 0.0: a sum without positive products can be either, and they must tie.
     """
-    if FIRST:
-        at = i
-        valid = (i < width) & (i <= position)
-    else:
-        at = tl.load(candidates + i, mask=i < width, other=-1)
-        valid = at >= 0
+    valid = (i < width) & (i <= position)
     score = tl.load(scores + i, mask=valid, other=0.0)
     score = tl.where(score == score, score, float("-inf"))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-    return tl.where(valid, key, tl.zeros_like(key)), at
+    return tl.where(valid, key, tl.zeros_like(key))
 
 
-@triton.jit(do_not_specialize=["first_token", "width", "k", "kept_stride"], do_not_specialize_on_alignment=["positions"])
-def _select_kernel(
-    scores, candidates, positions, kept_scores, kept, first_token, width, k, kept_stride,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """The k best of one segment of a row [width], ascending, then -1: to kept[row, segment * k ..], scores alike unless LAST.
+@triton.jit
+def _threshold(counts, k, DIGITS: tl.constexpr):
+    """(the first DIGITS bytes of the k-th largest key, how many of those that begin with them are among the k largest).
 
-    FIRST: the row's entries are the positions 0 .. positions[token]; otherwise those in `candidates`, -1 for none.
+    Zeros where there are fewer than k keys. counts [DIGITS, 256]: keys that begin with the threshold, by their next byte.
+    """
+    prefix = tl.zeros((), tl.uint32)
+    v = tl.arange(0, 256)
+    for digit in tl.static_range(DIGITS):
+        count = tl.load(counts + digit * 256 + v)
+        from_here = tl.sum(count, axis=0) - tl.cumsum(count, axis=0) + count  # keys of this byte or a higher one
+        byte = tl.maximum(tl.sum((from_here >= k).to(tl.int32), axis=0) - 1, 0)
+        k -= tl.sum(tl.where(v > byte, count, 0), axis=0)
+        prefix = prefix * 256 + byte.to(tl.uint32)
+    return prefix, k
+
+
+@triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
+def _count_kernel(scores, positions, counts, parts, first_token, width, k, segments, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds one segment of a row [width] to counts [row, DIGIT]; the last digit's also to parts [row, segment, 257], with the
+    number of keys that are larger whatever that digit is.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     position = tl.load(positions + first_token + row)
-    scores += row * width
-    candidates += row * width
-    target = row * kept_stride + tl.program_id(1) * k
-    keys, _ = _sortable(scores, candidates, start + tl.arange(0, BLOCK), width, position, FIRST)
-    threshold = tl.min(keys, axis=0) * 0  # becomes the k-th largest key, or 0 where there are fewer than k
-    bit = tl.full((), 2147483648, tl.uint32)
-    for _ in range(32):
-        higher = threshold | bit
-        threshold = tl.where(tl.sum((keys >= higher).to(tl.int32), axis=0) >= k, higher, threshold)
-        bit = bit >> 1
-    ties = k - tl.sum((keys > threshold).to(tl.int32), axis=0)  # so many of those at the threshold, the first ones
-    lane = tl.arange(0, CHUNK)
-    taken = tl.zeros((), tl.int32)
-    tied = tl.zeros((), tl.int32)
-    for first in range(0, BLOCK, CHUNK):  # reads the scores again: cheaper than to hold a scan over all of them in registers
-        key, at = _sortable(scores, candidates, start + first + lane, width, position, FIRST)
-        equal = ((key == threshold) & (key > 0)).to(tl.int32)
-        before = tied + tl.cumsum(equal, axis=0) - equal
-        take = ((key > threshold) | ((equal > 0) & (before < ties))).to(tl.int32)
-        slot = target + taken + tl.cumsum(take, axis=0) - take
-        tl.store(kept + slot, at, mask=take > 0)
-        if not LAST:
-            bits = key.to(tl.int32, bitcast=True)
-            bits = tl.where(bits < 0, bits ^ -2147483648, ~bits)
-            tl.store(kept_scores + slot, bits.to(tl.float32, bitcast=True), mask=take > 0)
-        taken += tl.sum(take, axis=0)
-        tied += tl.sum(equal, axis=0)
-    none = tl.full((BLOCK,), -1, tl.int32)
+    if start <= position:
+        counts += row * 1024
+        key = _sortable(scores + row * width, start + tl.arange(0, BLOCK), width, position)
+        prefix, _ = _threshold(counts, k, DIGIT)
+        begins = key > 0
+        if DIGIT > 0:
+            begins = begins & ((key >> (32 - 8 * DIGIT)) == prefix)
+        count = tl.histogram(((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=begins)
+        v = tl.arange(0, 256)
+        tl.atomic_add(counts + DIGIT * 256 + v, count, mask=count > 0, sem="relaxed")
+        if DIGIT == 3:
+            parts += (row * segments + tl.program_id(1)) * 257
+            tl.store(parts + v, count)
+            tl.store(parts + 256, tl.sum(((key >> 8) > prefix).to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
+def _write_kernel(
+    scores, positions, counts, parts, out, first_token, width, k, segments, BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    """The k best of a row, ascending, then -1: those of one segment, behind those of the segments before it."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
+    start = segment * BLOCK
     i = tl.arange(0, BLOCK)
-    tl.store(kept + target + i, none, mask=(i >= taken) & (i < k))
+    position = tl.load(positions + first_token + row)
+    out += row * k
+    if start <= position:
+        threshold, ties = _threshold(counts + row * 1024, k, 4)
+        parts += row * segments * 257
+        v = tl.arange(0, 256)
+        last = (threshold & 255).to(tl.int32)
+        above = tl.zeros((), tl.int32)
+        equal = tl.zeros((), tl.int32)
+        for first in range(0, segment, PARTS):
+            s = first + tl.arange(0, PARTS)
+            count = tl.load(parts + s[:, None] * 257 + v[None, :], mask=(s < segment)[:, None], other=0)
+            above += tl.sum(tl.sum(tl.where(v[None, :] > last, count, 0), axis=1), axis=0)
+            above += tl.sum(tl.load(parts + s * 257 + 256, mask=s < segment, other=0), axis=0)
+            equal += tl.sum(tl.sum(tl.where(v[None, :] == last, count, 0), axis=1), axis=0)
+        key = _sortable(scores + row * width, start + i, width, position)
+        larger = key > threshold
+        same = (key == threshold) & (key > 0)
+        one = tl.where(larger, 65536, same.to(tl.int32))  # two counts in one: BLOCK is less than 2^15
+        before = tl.cumsum(one, axis=0) - one
+        tied = equal + before % 65536
+        take = larger | (same & (tied < ties))
+        tl.store(out + above + before // 65536 + tl.minimum(tied, ties), start + i, mask=take)
+    if segment == 0:
+        taken = tl.minimum(tl.minimum(position + 1, width), k).to(tl.int32)
+        for first in range(tl.maximum(taken, 0) // BLOCK * BLOCK, k, BLOCK):
+            tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
 
 
 def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
-    """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`, through as many levels as it
-    takes.
-    """
+    """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`."""
     rows, width = scores.shape
-    device = scores.device
-    segment = max(_SEGMENT, block(4 * topk))
-    candidates, first = out, True
-    while True:
-        segments = triton.cdiv(width, segment)
-        last = segments == 1
-        size, warps = segment, 16
-        if last:  # few sizes, so that few kernels are compiled
-            size, warps = (1024, 4) if width <= 1024 else (4096, 8) if width <= 4096 else (segment, 16)
-        kept = out[first_token:] if last else torch.empty(rows, segments * topk, dtype=torch.int32, device=device)
-        kept_scores = scores if last else torch.empty(rows, segments * topk, dtype=torch.float32, device=device)
-        _select_kernel[(rows, segments)](
-            scores, candidates, positions, kept_scores, kept, first_token, width, topk, kept.stride(0),
-            BLOCK=size, CHUNK=min(size, 2048), FIRST=first, LAST=last, num_warps=warps,
-        )  # fmt: skip
-        if last:
-            return
-        scores, candidates, first, width = kept_scores, kept, False, segments * topk
+    segments = triton.cdiv(width, _SEGMENT)
+    counts = torch.zeros(rows, 4, 256, dtype=torch.int32, device=scores.device)
+    parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
+    for digit in range(4):
+        _count_kernel[(rows, segments)](
+            scores, positions, counts, parts, first_token, width, topk, segments, DIGIT=digit, BLOCK=_SEGMENT, num_warps=8
+        )
+    _write_kernel[(rows, segments)](
+        scores, positions, counts, parts, out[first_token:], first_token, width, topk, segments,
+        BLOCK=_SEGMENT, PARTS=16, num_warps=8,
+    )  # fmt: skip
+
+
+def _launch_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    first_token: int,
+    scores: Tensor,
+    tile: ScoreTile | None = None,
+) -> None:
+    """Scores of the tokens from `first_token` on into `scores` [some, width]; `tile` overrides the default."""
+    heads, dim = q.shape[1:]
+    rows, width = scores.shape
+    fp8 = cache.dtype == torch.uint8
+    wide = q.dtype == torch.float32 or not (fp8 or q.dtype == cache.dtype)
+    tile = tile or score_tile(torch.float32 if wide else q.dtype)
+    _score_kernel[(rows, triton.cdiv(width, tile.span))](
+        q, weights, cache, block_table, sequence, positions, scores,
+        first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
+        H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide, FP8=fp8,
+        NATIVE=device_of(q.device).family == "sm_90",
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _launch_index_select(
@@ -162,7 +230,7 @@ def _launch_index_select(
     max_context: int,
     scratch_scores: int = _SCORES,
 ) -> Tensor:
-    tokens, heads, dim = q.shape
+    tokens = q.shape[0]
     width = min(max_context, block_table.shape[1] * PAGE)
     positions = positions.contiguous()
     if width <= topk:  # every position is selected, whatever its score
@@ -172,18 +240,12 @@ def _launch_index_select(
     if tokens == 0:
         return out
     q, weights, block_table, sequence = unit_rows(q), unit_last(weights), unit_last(block_table), sequence.contiguous()
-    wide = q.dtype != cache.dtype or q.dtype == torch.float32
     step = min(tokens, max(1, scratch_scores // width))
     scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
     with device_guard(q):
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _score_kernel[(n, triton.cdiv(width, _SPAN))](
-                q, weights, cache, block_table, sequence, positions, scores,
-                t, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
-                H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=32 if wide else PAGE, SPAN=_SPAN, WIDE=wide,
-                num_warps=4, num_stages=1 if wide else 3,
-            )  # fmt: skip
+            _launch_scores(q, weights, cache, block_table, sequence, positions, t, scores[:n])
             _select_rows(scores[:n], positions, t, topk, out)
     return out
 
@@ -225,21 +287,22 @@ def index_select(
     """The positions that each token's sparse attention may see: the `topk` best of 0 .. positions[t] by the indexer's score.
 
     score(s) = sum over heads of weights[t, h] * relu(q[t, h] . key[s]), in fp32. q: [T, Hi, Di] fp16, bf16 or fp32, rotated;
-    weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q); block_table, sequence,
+    weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q), or fp8 as `index_k_write`
+    stores it; block_table, sequence,
     positions, max_context as in `mla_decode`; topk <= 16384.
 
     Returns int32 [T, topk], ascending, -1 at the end where there are fewer (all -1 for padding, position < 0). Exact and
     deterministic: of equal scores the lowest position wins, NaN counts as -inf, a row does not depend on the others. Scratch:
-    at most max(64 MiB, 4 * max_context bytes) of scores (a quarter more for contexts beyond 16384); tokens go in turns. Raises
+    at most max(64 MiB, 4 * max_context bytes) of scores (a sixteenth more to count them); tokens go in turns. Raises
     ValueError for other shapes, dtypes or devices.
     """
     op = "index_select"
-    check_float(op, q=q, weights=weights, cache=cache)
+    check_float(op, q=q, weights=weights)
     if q.dim() != 3 or weights.dtype != torch.float32 or tuple(weights.shape) != tuple(q.shape[:2]):
         raise ValueError(
             f"{op}: q {list(q.shape)}, weights {weights.dtype} {list(weights.shape)}: required [T, H, D] and float32 [T, H]"
         )
-    check_cache(op, cache, q.shape[2])
+    check_index_keys(op, cache, q.shape[2], q.device)
     check_batch(op, q.shape[0], block_table, sequence, positions, q.device)
     if not 1 <= topk <= MAX_TOPK or max_context < 1:
         raise ValueError(f"{op}: topk={topk}, max_context={max_context}: required topk in 1..{MAX_TOPK} and max_context >= 1")
