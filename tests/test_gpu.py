@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import golden
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import exl3_triton
-from exl3_triton import Exl3Linear, ops, reference
+from exl3_triton import LLM, Exl3Linear, SamplingParams, ops, reference
 from exl3_triton.model.cache import Batch
 
 pytestmark = pytest.mark.gpu
@@ -153,6 +156,36 @@ class Mixture(nn.Module):
 
     def forward(self, x, ids, weights):
         return self.linear(ops.moe(x, self.experts, ids, weights))
+
+
+def test_generate_on_the_gpu_follows_the_cpu():
+    """Greedy tokens equal the CPU's until two candidates lie within a logit margin of 0.1, which fp16 may order otherwise."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2)
+    prompts = ["In the beginning", "It is a truth universally acknowledged, that", "And Moses said unto"]
+    tokens = {}
+    for device in ("cpu", "cuda"):
+        outputs = list(LLM(DEMO, device=device, progress=False).generate(prompts, params))
+        tokens[device] = [[output for output in outputs if output.index == i] for i in range(len(prompts))]
+    agreed = 0
+    for want, got in zip(tokens["cpu"], tokens["cuda"]):
+        assert len(want) == len(got) == 24
+        for a, b in zip(want, got):
+            if a.token_id != b.token_id:
+                assert a.logprobs.top[0][1] - a.logprobs.top[1][1] < 0.1
+                break
+            agreed += 1
+    assert agreed >= 24
+
+
+def test_the_program_generates_on_the_gpu():
+    command = [sys.executable, "-m", "exl3_triton", "generate", "--device", "cuda", "--prompt", "The LORD is my"]
+    command += ["--max-tokens", "16", "--temperature", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    llm = LLM(DEMO, device="cuda", progress=False)
+    text = "".join(output.text for output in llm.generate("The LORD is my", SamplingParams(max_tokens=16)))
+    assert len(text) > 16
+    assert text.strip() in run.stdout
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

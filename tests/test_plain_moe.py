@@ -8,18 +8,18 @@ import torch
 from exl3_triton import ops
 
 
-def case(rows, dtype=torch.float32):
+def case(rows, device="cpu", dtype=torch.float32):
     x = torch.randn(rows, 24, dtype=dtype)
     gate, up = (torch.randn(6, 40, 24, dtype=dtype) / 5 for _ in range(2))
     down = torch.randn(6, 24, 40, dtype=dtype) / 6
     ids = torch.rand(rows, 6).topk(2).indices.to(torch.int32)
-    return x, gate, up, down, ids, torch.rand(rows, 2)
+    return tuple(each.to(device) for each in (x, gate, up, down, ids, torch.rand(rows, 2)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 13])
-def test_plain_moe_against_float64(rows):
-    x, gate, up, down, ids, weights = case(rows)
-    expected = torch.zeros(rows, 24, dtype=torch.float64)
+def test_plain_moe_against_float64(device, rows):
+    x, gate, up, down, ids, weights = case(rows, device)
+    expected = torch.zeros(rows, 24, dtype=torch.float64, device=device)
     for t in range(rows):
         for e, w in zip(ids[t].tolist(), weights[t].double()):
             g, u = gate[e].double() @ x[t].double(), up[e].double() @ x[t].double()
@@ -32,8 +32,8 @@ def test_plain_moe_against_float64(rows):
         assert (actual - expected).norm() / expected.norm() < 10 * 40**0.5 * 2**-24
 
 
-def test_plain_moe_passes_opcheck():
-    torch.library.opcheck(torch.ops.exl3_triton.plain_moe.default, case(5))
+def test_plain_moe_passes_opcheck(device):
+    torch.library.opcheck(torch.ops.exl3_triton.plain_moe.default, case(5, device))
 
 
 def test_plain_moe_refuses_wrong_shapes():

@@ -239,9 +239,9 @@ def load_tiles(
     if TWICE_BITS <= 6 or TWICE_BITS == 8:
         words = (_load_run(tiles, lane, 0, 7, TWICE_BITS),)
     elif TWICE_BITS != 14:
-        words = (_load_run(tiles, lane, 0, 3, TWICE_BITS), _load_run(tiles, lane, 4, 7, TWICE_BITS))
+        words = (_load_run(tiles, lane, 0, 3, TWICE_BITS), _load_run(tiles, lane, 4, 7, TWICE_BITS))  # type: ignore[assignment]
     else:
-        words = (
+        words = (  # type: ignore[assignment]
             _load_run(tiles, lane, 0, 1, TWICE_BITS),
             _load_run(tiles, lane, 2, 3, TWICE_BITS),
             _load_run(tiles, lane, 4, 5, TWICE_BITS),
