@@ -177,10 +177,10 @@ def test_linear_keeps_rows_apart(device, triton_backend):
     """
     weight = plain(random_weight(3, Codebook.MCG, 256, 128, device))
     basis = one_hot(torch.arange(256), 256)
-    x = torch.stack([basis[torch.randperm(256)[:3]].sum(0) for _ in range(40)]).to(device)
+    x = torch.stack([basis[torch.randperm(256)[:3]].sum(0) for _ in range(16)]).to(device)
     whole = linear(x, weight)
     assert whole.abs().max() > 1
-    for rows in ((0, 1), (3, 20), (7, 40)):
+    for rows in ((0, 1), (3, 9), (7, 16)):
         assert torch.equal(linear(x[slice(*rows)], weight), whole[slice(*rows)])
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     spoiled = linear(x, weight)

@@ -39,6 +39,8 @@ def prefill_tile(dtype: torch.dtype, width: int, device: Device) -> PrefillTile:
         return PrefillTile(16, 16, 4, 1)
     if device.family == "sm_90" and width <= 384:
         return PrefillTile(128, 64, 8, 3)
+    if device.family == "sm_90":  # spills a little; 8k of GLM's heads on an H200: 1469 us, against 3824 with the tile below
+        return PrefillTile(128, 64, 8, 2)
     return PrefillTile(64, 32, 8, 2)
 
 

@@ -13,6 +13,9 @@ are loaded before the present one is decoded):
     32     3, 6   ahead, K 64, no limit, 3 resident 34.9, 38.7       80 registers, K 128, 6 resident      39.7, 61.7
     64     3, 6   ahead, K 32, no limit, 3 resident 46.3, 54.0       128 registers, K 128, 4 resident     55.4, 76.7
     128    3      ahead, K 32, 8 warps, 2 resident  83.8             K 64, not ahead                      89.8
+    32     4      5120 x 17408: not ahead           48.9             ahead (272 of 396 programs)          53.5
+    64     5      not ahead                         67.0 (11-30)     ahead                                78.5
+    128    3      12288 x 6144: not ahead           92.0 (11-30)     ahead                                116.9
 
 Other architectures take the settings that compile without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
 """
@@ -59,8 +62,13 @@ _HOPPER = (
     Regime(64, 64, 32, 4, None, 3, prefetch=True),
     Regime(255, 128, 32, 8, 128, 2, prefetch=True),
 )
-_HOPPER_SMALL = (Regime(16, 16, 64, 4, None, 4, prefetch=True), *_HOPPER[1:])
-_HOPPER_MANY_BITS = (Regime(16, 16, 64, 4, None, 3, prefetch=True), *_HOPPER[1:])
+_HOPPER_SMALL = Regime(16, 16, 64, 4, None, 4, prefetch=True)
+_HOPPER_MANY_BITS = Regime(16, 16, 64, 4, None, 3, prefetch=True)
+_HOPPER_BEHIND = {
+    32: Regime(32, 32, 128, 4, 80, 6),
+    64: Regime(64, 64, 128, 4, 128, 4),
+    255: Regime(255, 128, 64, 8, 128, 2),
+}
 _CUDA = (
     Regime(16, 16, 128, 4, None, 4),
     Regime(32, 32, 128, 4, None, 3),
@@ -93,14 +101,9 @@ def device_of(device: torch.device) -> Device:
     return Device("sm_90" if torch.cuda.get_device_capability(device) == (9, 0) else "cuda", processors)
 
 
-def regimes(family: str, twice_bits: int = 6, weights: int = SMALL_MATRIX) -> tuple[Regime, ...]:
-    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul.
-
-    twice_bits: twice the highest rate of the launch; weights: of all its matrices.
-    """
-    if family == "sm_90":
-        return _HOPPER_MANY_BITS if twice_bits >= 10 else _HOPPER_SMALL if weights < SMALL_MATRIX else _HOPPER
-    return _HIP if family == "hip" else _CUDA
+def regimes(family: str) -> tuple[Regime, ...]:
+    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul."""
+    return {"sm_90": _HOPPER, "hip": _HIP}.get(family, _CUDA)
 
 
 def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
@@ -110,14 +113,27 @@ def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
     return -(-steps // -(-steps // parts))
 
 
+def _form(regime: Regime, k: int, blocks: int, device: Device, twice_bits: int) -> Regime:
+    """`regime` as it suits the matrix. On sm_90 loading ahead holds fewer programs: not where those leave a fifth idle."""
+    if device.family != "sm_90":
+        return regime
+    if regime.rows == 16:
+        return _HOPPER_MANY_BITS if twice_bits >= 10 else _HOPPER_SMALL if k * blocks * 128 < SMALL_MATRIX else regime
+    filled = blocks * split_of(regime, k, blocks, device) / (regime.resident * device.processors)
+    if filled < 0.8 or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192):
+        return _HOPPER_BEHIND[regime.rows]
+    return regime
+
+
 def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6) -> LinearConfig | None:
     """Launch parameters for m rows of a product over k with `blocks` blocks of 128 output features.
 
     twice_bits: twice the highest rate among the matrices. None where decoding the weights once and a plain matrix product
     are faster.
     """
-    for regime in regimes(device.family, twice_bits, k * blocks * 128):
+    for regime in regimes(device.family):
         if m <= regime.rows:
-            split = split_of(regime, k, blocks, device)
-            return LinearConfig(regime.block_m, regime.block_k, split, regime.num_warps, regime.registers, regime.prefetch)
+            form = _form(regime, k, blocks, device, twice_bits)
+            split = split_of(form, k, blocks, device)
+            return LinearConfig(form.block_m, form.block_k, split, form.num_warps, form.registers, form.prefetch)
     return None
