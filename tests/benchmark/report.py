@@ -24,24 +24,33 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def attention_table(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a problem."""
+    names = ("op", "family", "heads", "context", "batch", "kv", "us", "gbps", "tflops", "limit_fraction")
+    lines = ["| " + " | ".join(names).replace("_", " ") + " |", "|---" * len(names) + "|"]
+    return lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
+
+
 def section(op: str) -> list[str]:
     result = json.loads((HERE / "results" / f"h200_{op}.json").read_text())
     head = result["header"]
-    ratios = [row["ratio"] for row in result["rows"]]
-    ahead = sum(ratio > 1 for ratio in ratios)
+    limits = f"Same run: HBM read {head['hbm_read_gbps']:.0f} GB/s, fp16 `torch.matmul` {head['matmul_tflops']:.0f} TFLOP/s."
+    ratios = [row["ratio"] for row in result["rows"] if "ratio" in row]
+    if ratios:
+        ahead = sum(ratio > 1 for ratio in ratios)
+        limits += f" Ahead of the peer in {ahead} of {len(ratios)} rows (ratio {min(ratios):.2f} to {max(ratios):.2f})."
     return [
         f"{head['device']}, {head['date']}, driver {head['driver']}, torch {head['torch']}, Triton {head['triton']}, Python "
         f"{head['python']}; `{head['command']}`.",
-        f"Same run: HBM read {head['hbm_read_gbps']:.0f} GB/s, fp16 `torch.matmul` {head['matmul_tflops']:.0f} TFLOP/s. "
-        f"Ahead of the peer in {ahead} of {len(ratios)} rows (ratio {min(ratios):.2f} to {max(ratios):.2f}).",
+        limits,
         "",
-        *table(result["rows"]),
+        *(attention_table if op == "attention" else table)(result["rows"]),
     ]
 
 
 def main() -> None:
     text = PAGE.read_text()
-    for op in ("linear", "moe"):
+    for op in ("linear", "moe", "attention"):
         begin, end = BEGIN.format(op), END.format(op)
         before, rest = text.split(begin)
         text = before + "\n".join([begin, *section(op), end]) + rest.split(end)[1]
