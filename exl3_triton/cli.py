@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _load_arguments(generate)
     _speculate_argument(generate)
+    _kv_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(chat)
     _load_arguments(chat)
     _speculate_argument(chat)
+    _kv_argument(chat)
     chat.set_defaults(run=_chat)
 
     evaluate = commands.add_parser(
@@ -133,7 +135,7 @@ def _model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _load_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="activations (default: the device's)")
 
 
@@ -144,6 +146,15 @@ def _speculate_argument(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens drafted a step by the next-token layer, 1..5 (default: 0)",
+    )
+
+
+def _kv_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv",
+        default="bf16",
+        metavar="FORMAT",
+        help="cache: bf16 (the activations' type; default), fp8, and for MLA nvfp4 or nvfp4-fp8rope",
     )
 
 
@@ -197,14 +208,15 @@ def _device_and_dtype(arguments: argparse.Namespace) -> tuple[str, torch.dtype |
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: found cuda, but torch sees no GPU; use cpu")
-    return arguments.device, getattr(torch, arguments.dtype) if arguments.dtype else None
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, getattr(torch, arguments.dtype) if arguments.dtype else None
 
 
 def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate)
+    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate, kv=arguments.kv)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm
 

@@ -25,6 +25,13 @@ DEMO = Path(exl3_triton.__file__).parent / "demo"
 PROMPT = "In the beginning God created the heaven"
 
 
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch):
+    """The outputs that these tests expect are the CPU's; the program would choose a GPU where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="module")
 def llm():
     return LLM(DEMO, progress=False)
@@ -63,6 +70,17 @@ def test_generate_options(llm, capsys):
     stop = sampled[20:24]
     assert main(["generate", str(DEMO), "--prompt", PROMPT, *options, "--stop", "never in there", "--stop", stop]) == 0
     assert capsys.readouterr().out == sampled[: sampled.index(stop)]
+
+
+def test_generate_with_a_packed_cache(llm, capsys):
+    assert main(["generate", "--prompt", PROMPT, "--max-tokens", "12", "--kv", "fp8"]) == 0
+    out, err = capsys.readouterr()
+    packed = LLM(DEMO, progress=False, kv="fp8")
+    assert out == text_of(packed, PROMPT, max_tokens=12)
+    assert out.strip()
+    assert f"cache packed as fp8, {packed.cache.tokens_per_gib} tokens a GiB of cache" in err
+    # 5 layers of 128 latents and 32 rope values, 3 of them with index keys of 128: 4736 bytes in fp32, 1376 packed
+    assert packed.cache.tokens_per_gib > 2.5 * llm.cache.tokens_per_gib
 
 
 def test_generate_speculate(llm, capsys):
@@ -186,6 +204,7 @@ def test_inspect(capsys):
         (["generate", "--prompt", "x", "--top-p", "2"], "top_p: found 2.0"),
         (["generate", "--prompt", "x", "--stop", ""], "stop: found ''"),
         (["generate", "--prompt", "x", "--speculate", "6"], "speculate: found 6, required an integer from 1 to 5"),
+        (["generate", "--prompt", "x", "--kv", "int4"], "kv='int4': required one of bf16, fp8, nvfp4, nvfp4-fp8rope"),
         (["generate", "--prompt", "x", "--json-schema", "{"], "json_schema: not valid JSON"),
         (["generate", "--prompt", "x", "--json-schema", "no/such/file"], "No such file"),
         (["generate", "no/such/directory", "--prompt", "x"], "no/such/directory"),

@@ -63,6 +63,15 @@ class GroupedCache:
     values: Tensor
 
 
+def check_kv(config: ModelConfig, kv: str) -> None:
+    """Raises ValueError unless the family's cache can have the format `kv`: GQA is packed as fp8 only."""
+    allowed = KV_FORMATS if config.kv_lora_rank else KV_FORMATS[:2]
+    if kv not in allowed:
+        raise ValueError(f"kv={kv!r}: required one of {', '.join(allowed)} ({config.model_type})")
+    if config.kv_lora_rank and kv != "bf16":
+        latent_bytes(kv, config.kv_lora_rank, config.qk_rope_head_dim)
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The cache of every layer: all `LatentCache` or all `GroupedCache`, by the family's attention."""
@@ -113,9 +122,7 @@ class KVCache:
         """
         if num_pages < 2:
             raise ValueError(f"num_pages: found {num_pages}, required at least 2 (page 0 is reserved)")
-        allowed = KV_FORMATS if config.kv_lora_rank else KV_FORMATS[:2]
-        if kv not in allowed:
-            raise ValueError(f"kv={kv!r}: required one of {', '.join(allowed)} ({config.model_type})")
+        check_kv(config, kv)
         index_kv = index_kv or ("bf16" if kv == "bf16" else "fp8")
         if index_kv not in KV_FORMATS[:2]:
             raise ValueError(f"index_kv={index_kv!r}: required one of {', '.join(KV_FORMATS[:2])}")

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..reference import PAGE
-from .cache import Batch, PageAllocator, pages_for
+from .cache import Batch, PageAllocator, check_kv, pages_for
+from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
@@ -198,12 +199,15 @@ class LLM:
         prefill_chunk: most prompt tokens fed in one forward pass.
         speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
             distribution, greedy text is the same up to rounding at ties.
+        kv: how the trunk's cache is stored: "bf16" (which stands for the model's dtype), "fp8", and for MLA "nvfp4" and
+            "nvfp4-fp8rope" (`kv_format`). Packed rows take less memory and cost accuracy; the draft's cache is never packed.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
             out.
 
     Attributes:
         max_context: positions that one sequence can really use.
         vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
+        kv: the cache's format.
         speculation: counts of what speculation brought since loading, None without it.
 
     Raises:
@@ -223,6 +227,7 @@ class LLM:
         max_batch: int = 16,
         prefill_chunk: int = 512,
         speculate: int = 0,
+        kv: str = "bf16",
         tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value in (
@@ -235,6 +240,7 @@ class LLM:
                 raise ValueError(f"{name}: found {value!r}, required an integer >= 1")
         if speculate != 0:
             check_num_drafts(speculate)
+        check_kv(ModelConfig.from_dir(model, overrides) if isinstance(model, (str, Path)) else model.config, kv)
         if isinstance(model, (str, Path)):
             if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_dir(model)
@@ -262,7 +268,8 @@ class LLM:
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
         # page 0 takes the writes of padding rows
-        self.cache = model.new_cache(num_pages + 1)
+        self.cache = model.new_cache(num_pages + 1, kv=kv)
+        self.kv = kv
         self._allocator = PageAllocator(num_pages + 1)
         self._rows = _Rows(max_batch, pages_for(self.max_context), model.device)
         self._sampling = SamplingBatch.from_params([], [], model.device)
@@ -317,8 +324,9 @@ class LLM:
         return self._run(sequences)
 
     def describe(self) -> str:
-        """One line: device, dtypes and the kernels in use."""
-        return describe(self.model)
+        """One line: device, dtypes, the cache and the kernels in use."""
+        packed = "" if self.kv == "bf16" else f", cache packed as {self.kv}"
+        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache"
 
     def _check_idle(self) -> None:
         if self._busy:
