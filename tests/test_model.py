@@ -6,9 +6,10 @@ import golden
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import exl3_triton
-from exl3_triton.model.cache import Batch, PageAllocator, pages_for
+from exl3_triton.model.cache import PAGE, Batch, PageAllocator, pages_for
 
 DATA = golden.DATA.parent
 FAMILIES = (
@@ -52,6 +53,23 @@ def test_forward_agrees_with_transformers(oracles, family, chunk):
                 actual = model.compute_logits(model(batch, cache))
             assert (actual - logits[start : start + chunk]).abs().max() < 2e-5
     assert expected.abs().max() > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_step_compiles_to_one_graph(oracles, family):
+    """48 steps of two sequences: transformers' logits, one graph, no recompile."""
+    model, input_ids, expected = oracles[family]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(model.decode_step, fullgraph=True, backend=counter)
+    table = torch.tensor([[1], [2]], dtype=torch.int32)
+    cache = model.new_cache(3)
+    with torch.inference_mode():
+        for i in range(input_ids.shape[1]):
+            positions = torch.full((2,), i)
+            logits = step(input_ids[:, i].clone(), positions, table[:, 0] * PAGE + positions, table, cache, PAGE)
+            assert (logits - expected[:, i]).abs().max() < 2e-5
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

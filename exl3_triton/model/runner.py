@@ -151,7 +151,6 @@ class _Rows:
         self.positions = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(capacity, pages, dtype=torch.int32, device=device)
-        self.sequence = torch.arange(capacity, dtype=torch.int32, device=device)
 
     def load(self, sequences: Sequence[_Sequence]) -> None:
         """Write the rows of `sequences`, whose last generated token is to be fed next; the rows behind become padding."""
@@ -475,9 +474,9 @@ class LLM:
             return self._speculate(decoding, self._speculator)
         rows, count = self._rows, len(decoding)
         positions = rows.positions[:count]
-        logits = self._decode_step(
-            rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count], rows.sequence[:count]
-        )
+        state = rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count]
+        # the context bound is the same in every step, so that nothing is compiled for a new value
+        logits = self.model.decode_step(*state, self.cache, self.max_context)
         allowed = self._allowed(decoding, 1)
         sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen, allowed=allowed)
         if self._seen is not None:
@@ -503,12 +502,6 @@ class LLM:
                 found = sequence.grammar.mask(sequence.drafts)
                 rows[: len(found)] = found
         return masks.flatten(0, 1).to(self.model.device)
-
-    def _decode_step(self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, sequence: Tensor) -> Tensor:
-        """Logits fp32 [n, vocab] of one token for each of n sequences."""
-        # the context bound is the same in every step, so that nothing is compiled for a new value
-        batch = Batch(tokens, positions, slots, block_table, sequence, max_context=self.max_context, prefill=False)
-        return self.model.compute_logits(self.model(batch, self.cache))
 
     def _seen_by(self, sequences: Sequence[_Sequence]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)

@@ -133,6 +133,19 @@ class Transformer(nn.Module):
         """fp32 [n, vocab] logits of hidden states [n, hidden]."""
         return self.lm_head(hidden, torch.float32)
 
+    def decode_step(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, cache: KVCache, max_context: int
+    ) -> Tensor:
+        """fp32 [B, vocab] logits of one new token for each of B sequences; writes its rows into the cache.
+
+        tokens, positions, slots: int64 [B]; a padding row has position and slot -1. block_table: int32 [B, pages].
+        max_context: a bound of every position + 1, the same in every step: it is a constant of a graph or a compiled step.
+        Captured by CUDA graphs and compiled (`torch.compile(model.decode_step, fullgraph=True)`) as one graph.
+        """
+        sequence = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+        batch = Batch(tokens, positions, slots, block_table, sequence, max_context=max_context, prefill=False)
+        return self.compute_logits(self(batch, cache))
+
     @torch.inference_mode()
     def logits(self, token_ids: Tensor) -> Tensor:
         """fp32 [T, vocab] logits of one whole sequence, token_ids int [T]; for evaluation and tests.
