@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import exl3_triton
 from exl3_triton.model.runner import LLM, StopStrings
 from exl3_triton.model.sampling import SamplingParams
+from exl3_triton.model.transformer import Transformer
 from exl3_triton.model.tokenizer import Tokenizer
 from exl3_triton.reference import PAGE
 
@@ -35,11 +36,14 @@ class CacheEcho:
     max_context = 1000
 
     def __init__(self, rule, vocab_size=300):
-        self.config = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(EOS,))
+        self.config = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(EOS,), kv_lora_rank=0, model_type="rule")
         self.rule = rule
         self.batches = []
 
-    def new_cache(self, num_pages):
+    decode_step = Transformer.decode_step
+
+    def new_cache(self, num_pages, kv):
+        assert kv == "bf16"
         return torch.full((num_pages * PAGE,), -1)
 
     def __call__(self, batch, cache):
@@ -139,7 +143,7 @@ def test_generate_joins_and_leaves(chunk, max_batch, cache_tokens):
     assert together <= max_batch
     assert together > 1 or max_batch == 1
     # nothing that a decode step is given changes its address or bound: a captured step can be replayed
-    for name in ("tokens", "positions", "slots", "block_table", "sequence"):
+    for name in ("tokens", "positions", "slots", "block_table"):
         assert len({getattr(batch, name).data_ptr() for batch in decode}) == 1
     assert {batch.max_context for batch in decode} == {llm.max_context}
     for batch in model.batches:
@@ -439,4 +443,8 @@ def test_generate_logprobs_and_penalty(demo):
 
 
 def test_describe(demo):
-    assert demo.describe() == "device cpu, activations float32, cache float32, kernels: reference (torch)"
+    # 5 rows of 128 + 32 and 3 index keys of 128 a token, in fp32
+    assert demo.describe() == (
+        "device cpu, activations float32, cache float32, kernels: reference (torch), "
+        f"{2**30 // (4 * (5 * 160 + 3 * 128))} tokens a GiB of cache"
+    )
