@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 import exl3_triton
 from exl3_triton.model.runner import LLM, StopStrings
 from exl3_triton.model.sampling import SamplingParams
-from exl3_triton.model.transformer import Transformer
 from exl3_triton.model.tokenizer import Tokenizer
+from exl3_triton.model.transformer import Transformer
 from exl3_triton.reference import PAGE
 
 DEMO = Path(exl3_triton.__file__).parent / "demo"

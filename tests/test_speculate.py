@@ -254,11 +254,11 @@ class TwoCaches:
     device, dtype, max_context = torch.device("cpu"), torch.float32, 1000
 
     def __init__(self, wrong):
-        self.config = SimpleNamespace(vocab_size=300, eos_token_ids=())
+        self.config = SimpleNamespace(vocab_size=300, eos_token_ids=(), kv_lora_rank=0, model_type="rule")
         self.wrong = wrong
         self.mtp = SimpleNamespace(new_cache=self.new_cache)
 
-    def new_cache(self, num_pages):
+    def new_cache(self, num_pages, kv="bf16"):
         return torch.full((num_pages * PAGE,), -1)
 
     def _histories(self, batch, cache):
