@@ -220,6 +220,26 @@ def test_split_depends_on_the_matrix_and_the_device_alone():
                         assert select_linear(first, k, blocks, device) is None  # decode once
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "ahead"),
+    [
+        (128, 6144, 12288, 3, True),  # two programs a multiprocessor in both forms: idle slots decide nothing
+        (128, 12288, 6144, 3, False),
+        (32, 5120, 17408, 4, False),  # 272 of 396 slots ahead, 680 of 792 behind
+        (32, 6144, 12288, 4, True),
+        (64, 6144, 12288, 5, False),
+        (1, 6144, 12288, 3, False),
+        (1, 6144, 12288, 6, True),
+        (1, 2048, 16384, 4, True),
+    ],
+)
+def test_forms_of_an_h200_are_the_measured_ones(m, k, n, bits, ahead):
+    """The table in `ops/tuning.py`."""
+    config = select_linear(m, k, n // 128, Device("sm_90", 132), 2 * bits)
+    assert config is not None
+    assert config.prefetch == ahead
+
+
 def test_linears_of_mixed_formats(device, triton_backend):
     weights = [
         random_weight(3, Codebook.MCG, 256, 128, device),

@@ -140,7 +140,7 @@ class Transformer(nn.Module):
 
         tokens, positions, slots: int64 [B]; a padding row has position and slot -1. block_table: int32 [B, pages].
         max_context: a bound of every position + 1, the same in every step: it is a constant of a graph or a compiled step.
-        Captured by CUDA graphs and compiled (`torch.compile(model.decode_step, fullgraph=True)`) as one graph.
+        Never waits for the device; `torch.compile(model.decode_step, fullgraph=True)` makes one graph of it.
         """
         sequence = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
         batch = Batch(tokens, positions, slots, block_table, sequence, max_context=max_context, prefill=False)

@@ -248,19 +248,7 @@ def _decode_kernel(
 
 
 @triton.jit(do_not_specialize=["m", "first", "width"])
-def _finish_kernel(
-    raw,
-    exponents,
-    svh,
-    bias,
-    y,
-    m,
-    first,
-    width,
-    OUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
     """Program (128 output features from feature 128 `first` on, ROWS rows) of raw products [m, width]."""
     n = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]

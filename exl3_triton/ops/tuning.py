@@ -113,16 +113,21 @@ def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
     return -(-steps // -(-steps // parts))
 
 
+def _filled(regime: Regime, k: int, blocks: int, device: Device) -> float:
+    """The part of the card's program slots that a launch takes."""
+    return blocks * split_of(regime, k, blocks, device) / (regime.resident * device.processors)
+
+
 def _form(regime: Regime, k: int, blocks: int, device: Device, twice_bits: int) -> Regime:
-    """`regime` as it suits the matrix. On sm_90 loading ahead holds fewer programs: not where those leave a fifth idle."""
+    """`regime` as it suits the matrix. On sm_90 loading ahead has fewer and larger slots: not where they stay idle."""
     if device.family != "sm_90":
         return regime
     if regime.rows == 16:
         return _HOPPER_MANY_BITS if twice_bits >= 10 else _HOPPER_SMALL if k * blocks * 128 < SMALL_MATRIX else regime
-    filled = blocks * split_of(regime, k, blocks, device) / (regime.resident * device.processors)
-    if filled < 0.8 or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192):
-        return _HOPPER_BEHIND[regime.rows]
-    return regime
+    behind = _HOPPER_BEHIND[regime.rows]
+    filled = _filled(regime, k, blocks, device)
+    idle = filled < 0.8 and filled < _filled(behind, k, blocks, device)
+    return behind if idle or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192) else regime
 
 
 def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6) -> LinearConfig | None:
