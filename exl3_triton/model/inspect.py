@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from ..format import HADAMARD, TILE
+from ..format import HADAMARD, TILE, FormatError
 from .checkpoint import Checkpoint, TensorInfo, paused_garbage_collection
 from .config import FAMILIES, ModelConfig, text_config
 from .loader import FP32_NAMES, WeightSource, mtp_prefixes
+from .rank_sliced import RankSliced
 from .transformer import Transformer
 
 CLASSES = (
@@ -76,17 +77,18 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     except ValueError as error:
         problems.append(str(error))
     classes, cuts, memory = _survey(checkpoint, config, tp)
+    sliced = _rank_sliced(checkpoint, problems)
     if config is not None:
         problems += _tp_problems(checkpoint, config, cuts, tp)
         try:
             _preflight(checkpoint, config)
         except ValueError as error:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
     if tp > 1:
         problems.append(f"tp = {tp}: this version runs a model on one device")
     total = sum(each.bytes for each in classes.values())
     parameters = sum(each.parameters for each in classes.values())
-    stored_tp = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
     hints = checkpoint.quantization_config or {}
     return {
         "path": str(checkpoint.path),
@@ -101,13 +103,39 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
         "codebooks": sorted({codebook for each in classes.values() for codebook in each.codebooks}),
         "quantized": [name for name, each in classes.items() if each.quantized_matrices],
         "unquantized": [name for name, each in classes.items() if each.bytes and not each.quantized_matrices],
-        "rank_sliced": {"tp": stored_tp, "ranks": list(checkpoint.ranks)} if checkpoint.rank_sliced else None,
+        "rank_sliced": sliced,
         "declared": {key: hints[key] for key in ("quant_method", "bits", "head_bits", "codebook", "version") if key in hints},
         "tp": tp,
         "memory": memory | _cache_memory(config),
         "runs": not problems,
         "problems": problems,
     }
+
+
+def _rank_sliced(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any] | None:
+    """The set of rank-sliced experts: what it should be and whether it is there; None for other checkpoints."""
+    if not checkpoint.rank_sliced:
+        return None
+    stored_tp = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
+    report: dict[str, Any] = {"tp": stored_tp, "ranks": list(checkpoint.ranks), "complete": False}
+    try:
+        described = RankSliced.describe(checkpoint)
+        assert described is not None  # the checkpoint is rank-sliced
+        rates = sorted(described.allowed)
+        report |= {
+            "layers": [described.layers[0], described.layers[-1]],
+            "experts": described.num_experts,
+            "codebook": described.codebook.label,
+            "rates": [rate // 2 if rate % 2 == 0 else rate / 2 for rate in rates],
+            "layout": described.layout,
+            "tensors": sum(1 for layer in described.layers for _ in described.names(layer)),
+            "missing": len(described.missing(checkpoint.tensors)),
+        }
+        RankSliced.of(checkpoint)
+        report["complete"] = True
+    except FormatError as error:
+        problems.append(str(error))
+    return report
 
 
 def _preflight(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -259,7 +287,16 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if report["rank_sliced"]:
         sliced = report["rank_sliced"]
-        yield f"rank-sliced, tp={sliced['tp']} (ranks found: {', '.join(map(str, sliced['ranks'])) or 'none'})"
+        if "layout" in sliced:
+            first, last = sliced["layers"]
+            state = "complete" if sliced["complete"] else f"NOT complete ({sliced['missing']:,} missing)"
+            yield (
+                f"rank-sliced for tp={sliced['tp']}, {sliced['layout']}: layers {first}..{last}, "
+                f"{sliced['tensors']:,} tensors, {state}"
+            )
+        else:
+            ranks = ", ".join(map(str, sliced["ranks"])) or "none"
+            yield f"rank-sliced, tp={sliced['tp']} (ranks found: {ranks}), without a sound description"
     if report["declared"]:
         yield "declared: " + ", ".join(f"{key} {value}" for key, value in report["declared"].items())
     yield ""

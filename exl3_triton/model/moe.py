@@ -29,7 +29,8 @@ class MoE(nn.Module):
         biased = c.scoring == "sigmoid"  # a softmax router chooses by the scores themselves
         bias = source.tensor(bias_name, (c.num_experts,), dtype=torch.float32) if biased else None
         self.register_buffer("correction_bias", bias)
-        self.experts: ExpertWeights | PlainExperts = source.experts(
+        # slices by intermediate width, whose outputs add up; one, unless the checkpoint is rank-sliced
+        self.experts: tuple[ExpertWeights, ...] | PlainExperts = source.expert_slices(
             f"{name}.experts", c.num_experts, c.hidden_size, c.moe_intermediate_size
         )
         self.bound: BoundMoe | None = None  # the model's plan over its arena; without one a call allocates its scratch
@@ -50,12 +51,19 @@ class MoE(nn.Module):
             norm_topk_prob=c.norm_topk_prob,
             scaling=c.routed_scaling_factor,
         )
-        if isinstance(self.experts, PlainExperts):
-            plain = self.experts
-            routed = ops.plain_moe(x, plain.gate, plain.up, plain.down, ids, weights)
-        elif self.bound is not None:
-            out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-            routed = self.bound(x, self.experts, ids, weights, out=out)
-        else:
-            routed = ops.moe(x, self.experts, ids, weights, out_dtype=torch.float32)
+        routed = self._routed(x, ids, weights)
         return routed if self.shared is None else routed + self.shared(x)
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """fp32 [T, hidden]; slices are added in the order of their ranks."""
+        if isinstance(self.experts, PlainExperts):
+            return ops.plain_moe(x, self.experts.gate, self.experts.up, self.experts.down, ids, weights)
+        total: Tensor | None = None
+        for experts in self.experts:
+            if self.bound is not None:
+                out = self.bound(x, experts, ids, weights, out=torch.empty(x.shape, dtype=torch.float32, device=x.device))
+            else:
+                out = ops.moe(x, experts, ids, weights, out_dtype=torch.float32)
+            total = out if total is None else total.add_(out)
+        assert total is not None  # a process has at least one slice
+        return total
