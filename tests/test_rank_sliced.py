@@ -13,6 +13,7 @@ from exl3_triton.format import TrellisWeight
 from exl3_triton.model.checkpoint import Checkpoint, TensorReader
 from exl3_triton.model.inspect import format_report, inspect_checkpoint
 from exl3_triton.model.rank_sliced import RankSliced
+from exl3_triton.ops._dispatch import override_backend
 
 PREFIX = "model.layers.1.mlp.experts"
 LAYOUTS = {
@@ -122,8 +123,8 @@ def test_slabs_hold_the_stored_bytes(tmp_path):
                 )
 
 
-def test_layers_of_different_widths_share_one_arena(tmp_path, device, triton_backend):
-    """The trunk's first layer in slices of 128, its second whole: a plan each, over the same memory, the same numbers."""
+def test_layers_of_different_widths_share_one_arena(tmp_path, device):
+    """The trunk's first layer in slices of 128, its second whole: a plan each, over the same memory. fp16 in the kernels."""
     sliced, plain = fabricate(), Fabricated(moe_intermediate_size=256)
     for name in sliced.matching(".layers.2.mlp.experts.") + sliced.matching(".layers.3.mlp.experts."):
         del sliced.tensors[name]
@@ -131,17 +132,17 @@ def test_layers_of_different_widths_share_one_arena(tmp_path, device, triton_bac
         name: t for name, t in plain.tensors.items() if ".layers.2.mlp.exp" in name or ".layers.3.mlp.exp" in name
     }
     sliced.config["hybrid_tr3_tail"]["moe_layers"] = [1, 1]
-    model = load(sliced.write(tmp_path), progress=False, device=device, dtype=torch.float32)
+    sliced.config["num_experts_per_tok"] = 1
+    path, x = sliced.write(tmp_path), torch.randn(1, 128)
+    expected = [block.feed_forward(x) for block in load(path, progress=False).blocks[1:]]
+    model = load(path, progress=False, device=device, dtype=torch.float32)
     model.plan_experts()
     layers = [block.feed_forward for block in model.blocks[1:]]
     assert layers[0].bound.arena is layers[1].bound.arena
     assert [layer.bound.plan.spec.intermediate for layer in layers] == [128, 256]
-    x = torch.randn(1, 128, device=device)
-    for layer in layers:
-        with torch.inference_mode():
-            planned, layer.bound = layer(x), None
-            assert torch.equal(layer(x), planned)
-        assert planned.norm() > 0
+    with torch.inference_mode(), override_backend("triton"):
+        for layer, wanted in zip(layers, expected):
+            assert relative(layer(x.to(device)).cpu(), wanted) < 2e-3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -16,6 +16,8 @@ from ..format import HADAMARD, TILE, FormatError
 from .checkpoint import Checkpoint, TensorInfo, paused_garbage_collection
 from .config import FAMILIES, ModelConfig, text_config
 from .loader import FP32_NAMES, WeightSource, mtp_prefixes
+from .mtp import FAMILIES as MTP_FAMILIES
+from .mtp import copies_of_the_trunk
 from .rank_sliced import RankSliced
 from .transformer import Transformer
 
@@ -81,7 +83,7 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     if config is not None:
         problems += _tp_problems(checkpoint, config, cuts, tp)
         try:
-            _preflight(checkpoint, config)
+            preflight(checkpoint, config)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -138,12 +140,18 @@ def _rank_sliced(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any] 
     return report
 
 
-def _preflight(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Exactly the checks that `load` makes before it reads weights."""
+def stores_mtp(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the checkpoint brings a next-token layer that `load(..., mtp=True)` would take."""
+    known = config.model_type in MTP_FAMILIES and config.num_mtp_layers == 1
+    return known and any(name.startswith(f"layers.{config.num_layers}.") for name in checkpoint.tensors)
+
+
+def preflight(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool = False) -> None:
+    """Exactly the checks that `load` makes of headers before it reads weights; raises FormatError."""
     dtype = torch.float16
     with WeightSource(checkpoint, "meta", dtype) as headers:
-        Transformer(config, headers, dtype=dtype, max_context=1)
-        headers.finish(mtp_prefixes(config))
+        Transformer(config, headers, dtype=dtype, max_context=1, mtp=mtp)
+        headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
 
 
 def _survey(
