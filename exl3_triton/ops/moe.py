@@ -138,6 +138,7 @@ class Tile(NamedTuple):
     warps: int
     registers: int | None = None  # most a thread may use; what is left decides how many programs share a multiprocessor
     small: int = 0  # blocks of at most this many rows take a narrower matrix instruction; 0: there is one size
+    prefetch: bool = False  # whether the next step's words and activations are loaded before the present one is decoded
 
 
 def tile_for(block_m: int, family: str) -> Tile:
@@ -189,7 +190,7 @@ class _Call(NamedTuple):
             s.half_exponent, self.routes, first, K_DIM=k, N_DIM=n, FORMATS=formats, COUNT=len(sides),
             OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, SMALL_M=tile.small,
             MAIN_M=main, TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=tile.block_k, VARIANT=self.variant,
-            PACKED_BEFORE=packed_before, num_warps=tile.warps, num_stages=1, **self.overlap,
+            PREFETCH=tile.prefetch, PACKED_BEFORE=packed_before, num_warps=tile.warps, num_stages=1, **self.overlap,
             **({"maxnreg": tile.registers} if tile.registers else {}),
         )  # fmt: skip
 

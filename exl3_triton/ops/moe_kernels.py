@@ -8,7 +8,7 @@ from ._triton import start_next, tl, triton, wait_previous
 from .hadamard import exponent_of, power_of_two, rotate_rows, rotate_scaled, row_shift, scale_by_power
 from .layout import k_position
 from .routes import pack_expert, valid_expert
-from .trellis import decode_tiles, tile_address
+from .trellis import decode_tiles, decode_words, load_tiles, tile_address
 
 
 @triton.jit
@@ -92,6 +92,7 @@ def _multiply(
     acc, tail, x_rows, x_tail, words, k_tile, n_tile, steps,
     FORMAT: tl.constexpr, TILES_N: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr, VARIANT: tl.constexpr,
+    PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """acc += W^T x^T over `steps` blocks of k from tile (k_tile, n_tile) on; a decoded tile serves all rows of the block."""
     TWICE_BITS: tl.constexpr = FORMAT // 4
@@ -99,13 +100,29 @@ def _multiply(
     ROW_WORDS: tl.constexpr = TILES_N * 4 * TWICE_BITS
     tile_words = tile_address(words, k_tile, n_tile, TILES_N, TWICE_BITS)
     k = tl.arange(0, BLOCK_K)
-    for step in range(steps):
-        at = (step * BLOCK_K + k)[:, None]
-        w = decode_tiles(tile_words, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
-        acc = tl.dot(w, tl.load(x_rows[None, :] + at), acc)
-        if TAIL_M > 0:
-            tail = tl.dot(w, tl.load(x_tail[None, :] + at), tail)
-        tile_words += BLOCK_K // 16 * ROW_WORDS
+    if PREFETCH:
+        raw = load_tiles(tile_words, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+        wait_previous(OVERLAP)
+        x = tl.load(x_rows[None, :] + k[:, None])
+        for step in range(1, steps):
+            tile_words += BLOCK_K // 16 * ROW_WORDS
+            raw_next = load_tiles(tile_words, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            x_next = tl.load(x_rows[None, :] + (step * BLOCK_K + k)[:, None])
+            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            acc = tl.dot(w, x, acc)
+            raw = raw_next
+            x = x_next
+        w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+        acc = tl.dot(w, x, acc)
+    else:
+        wait_previous(OVERLAP)
+        for step in range(steps):
+            at = (step * BLOCK_K + k)[:, None]
+            w = decode_tiles(tile_words, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            acc = tl.dot(w, tl.load(x_rows[None, :] + at), acc)
+            if TAIL_M > 0:
+                tail = tl.dot(w, tl.load(x_tail[None, :] + at), tail)
+            tile_words += BLOCK_K // 16 * ROW_WORDS
     return acc, tail
 
 
@@ -136,7 +153,8 @@ def _block(
     xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
     K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, COUNT: tl.constexpr, OUT_COUNT: tl.constexpr,
     X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, MAIN_M: tl.constexpr, TAIL_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VARIANT: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VARIANT: tl.constexpr, PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of up to MAIN_M + TAIL_M rows of one expert, BLOCK_N of its outputs, one part of k."""
     TILES: tl.constexpr = N_DIM // BLOCK_N
@@ -159,13 +177,12 @@ def _block(
         present = FORMATS[0]
     else:
         present = tl.load(table + 1) * 4 + tl.load(table + 2)
-    wait_previous(OVERLAP)
     for i in tl.static_range(len(FORMATS)):
         if present == FORMATS[i]:
             acc, tail = _multiply(
                 acc, tail, x_rows, x_tail, words + offset, start // 16, tile * (BLOCK_N // 16),
                 STEPS if K_DIM % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K_DIM // BLOCK_K - split * STEPS),
-                FORMATS[i], N_DIM // 16, BLOCK_N, BLOCK_K, TAIL_M, VARIANT,
+                FORMATS[i], N_DIM // 16, BLOCK_N, BLOCK_K, TAIL_M, VARIANT, PREFETCH, OVERLAP,
             )  # fmt: skip
     start_next(OVERLAP)
     ROW: tl.constexpr = OUT_COUNT * N_DIM
@@ -182,7 +199,7 @@ def expert_gemm_kernel(
     first, K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, COUNT: tl.constexpr,
     OUT_COUNT: tl.constexpr, X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
     SMALL_M: tl.constexpr, MAIN_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VARIANT: tl.constexpr, PACKED_BEFORE: tl.constexpr, OVERLAP: tl.constexpr,
+    VARIANT: tl.constexpr, PREFETCH: tl.constexpr, PACKED_BEFORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grouped GEMM over packed routes in the rotated basis. Grid: (COUNT * N_DIM / BLOCK_N * SPLIT, blocks).
 
@@ -217,12 +234,14 @@ def expert_gemm_kernel(
     if SMALL_M > 0 and tl.load(block_rows) <= SMALL_M:
         _block(
             xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
-            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, SMALL_M, 0, BLOCK_N, BLOCK_K, VARIANT, OVERLAP,
+            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, SMALL_M, 0, BLOCK_N, BLOCK_K, VARIANT, PREFETCH,
+            OVERLAP,
         )  # fmt: skip
     else:
         _block(
             xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
-            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, MAIN_M, TAIL_M, BLOCK_N, BLOCK_K, VARIANT, OVERLAP,
+            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, MAIN_M, TAIL_M, BLOCK_N, BLOCK_K, VARIANT, PREFETCH,
+            OVERLAP,
         )  # fmt: skip
 
 
