@@ -13,8 +13,7 @@ live on the host, and their masks go to the device before each step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,165 +24,16 @@ from ..reference import PAGE
 from .cache import Batch, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
+from .prompts import Prompt, as_list, tokens_of
+from .rows import DecodeRows, cache_slots
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
+from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, to_host
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
 from .transformer import Transformer, load
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
 # Without max_context the context ends here: a cache for the million positions of some models would not fit most machines.
 DEFAULT_CONTEXT = 8192
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural log-probability of the chosen token, and (id, log-probability) of the most probable ids, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """One token of one prompt.
-
-    Attributes:
-        index: which prompt.
-        token_id: the token.
-        text: text that became certain with it; "" while a character or a possible stop string is unfinished, and without a
-            tokenizer.
-        logprobs: where the request asked for them.
-        finish_reason: None while the sequence goes on; "stop" (end-of-sequence id, stop id or stop string) or "length"
-            (max_tokens, or the end of the context).
-    """
-
-    index: int
-    token_id: int
-    text: str
-    logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class StopStrings:
-    """Cuts streamed text at the first stop string to be complete, and holds back what may be the beginning of one.
-
-    The result does not depend on how the text is divided into pieces.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._held = ""
-
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Text that can be shown, and whether a stop string was found (nothing follows then)."""
-        text = self._held + piece
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if ends:
-            self._held = ""
-            return text[: min(ends)[1]], True
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                self._held = text[-length:]
-                return text[:-length], False
-        self._held = ""
-        return text, False
-
-    def flush(self) -> str:
-        """What is still held back, when the text ends otherwise."""
-        held, self._held = self._held, ""
-        return held
-
-
-@dataclass
-class _Sequence:
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    limit: int  # tokens to generate at most, by max_tokens and by the end of the context
-    stop_ids: frozenset[int]
-    detokenizer: StreamDetokenizer | None
-    stop_strings: StopStrings
-    grammar: Grammar | None
-    pages: list[int] = field(default_factory=list)
-    prefilled: int = 0
-    generated: list[int] = field(default_factory=list)
-    row: int | None = None  # in the decode buffers
-    drafts: list[int] = field(default_factory=list)  # what the next step verifies, where a grammar needs to know
-
-    @property
-    def cache_rows(self) -> int:
-        # the last token is never fed back, so it needs no place in the cache
-        return len(self.prompt) + self.limit - 1
-
-    @property
-    def pages_needed(self) -> int:
-        return pages_for(self.cache_rows)
-
-    def accept(self, token: int, logprobs: TokenLogprobs | None) -> Output:
-        """Append a sampled token and decide whether the sequence ends."""
-        self.generated.append(token)
-        ends, complete = token in self.stop_ids, False
-        if self.grammar is not None and not ends:
-            self.grammar.advance(token)
-            complete = self.grammar.finished
-        reason = "stop" if ends or complete else "length" if len(self.generated) >= self.limit else None
-        text = ""
-        if self.detokenizer is not None:
-            piece = "" if ends else self.detokenizer.push(token)
-            if reason is not None:
-                piece += self.detokenizer.flush()
-            text, found = self.stop_strings.push(piece)
-            if found:
-                reason = "stop"
-            elif reason is not None:
-                text += self.stop_strings.flush()
-        return Output(self.index, token, text, logprobs, reason)
-
-
-class _Rows:
-    """The decode step's input buffers, one row per decoding sequence, at constant addresses."""
-
-    def __init__(self, capacity: int, pages: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.positions = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(capacity, pages, dtype=torch.int32, device=device)
-
-    def load(self, sequences: Sequence[_Sequence]) -> None:
-        """Write the rows of `sequences`, whose last generated token is to be fed next; the rows behind become padding."""
-        count = len(sequences)
-        self.tokens.zero_()
-        self.positions.fill_(-1)
-        self.slots.fill_(-1)
-        self.block_table.zero_()
-        if not count:
-            return
-        device = self.tokens.device
-        table = torch.zeros(count, self.block_table.shape[1], dtype=torch.int32)
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        positions = torch.tensor([len(s.prompt) + len(s.generated) - 1 for s in sequences])
-        self.tokens[:count] = torch.tensor([s.generated[-1] for s in sequences]).to(device)
-        self.positions[:count] = positions.to(device)
-        self.slots[:count] = _slots(table, positions).to(device)
-        self.block_table[:count] = table.to(device)
-
-    def advance(self, tokens: Tensor) -> None:
-        """Feed `tokens` int64 [n] next, in rows 0..n-1."""
-        count = tokens.shape[0]
-        self.tokens[:count] = tokens
-        self.positions[:count] += 1
-        self.slots[:count] = _slots(self.block_table[:count], self.positions[:count])
-
-
-def _slots(block_table: Tensor, positions: Tensor) -> Tensor:
-    """Cache rows int64 [n] of one position of each sequence; past the table (a row that just ended) the page is clamped."""
-    column = (positions // PAGE).clamp(max=block_table.shape[1] - 1)
-    page = block_table.gather(1, column[:, None])[:, 0].to(torch.int64)
-    return page * PAGE + positions % PAGE
 
 
 class LLM:
@@ -270,7 +120,7 @@ class LLM:
         self.cache = model.new_cache(num_pages + 1, kv=kv)
         self.kv = kv
         self._allocator = PageAllocator(num_pages + 1)
-        self._rows = _Rows(max_batch, pages_for(self.max_context), model.device)
+        self._rows = DecodeRows(max_batch, pages_for(self.max_context), model.device)
         self._sampling = SamplingBatch.from_params([], [], model.device)
         self._seen: Tensor | None = None
         self._grammars: GrammarCompiler | None = None
@@ -311,7 +161,7 @@ class LLM:
             RuntimeError: an earlier iterator of this LLM is neither exhausted nor closed.
             FloatingPointError: while iterating: logits hold NaN or have no finite maximum.
         """
-        listed = _as_list(prompts, chat)
+        listed = as_list(prompts, chat)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
         else:
@@ -331,20 +181,8 @@ class LLM:
         if self._busy:
             raise RuntimeError("another generate() of this LLM is still running; exhaust or close its iterator first")
 
-    def _tokens_of(self, index: int, prompt: Prompt, chat: bool) -> list[int]:
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {index}: empty")
-        if not chat and not isinstance(prompt, str):
-            return [_token_id(index, token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError(f"prompt {index}: text needs a tokenizer, and the model came without one; give token ids")
-        if not chat:
-            return self.tokenizer.encode(str(prompt))
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.tokenizer.encode_chat(messages)
-
-    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, chat: bool) -> _Sequence:
-        tokens = self._tokens_of(index, prompt, chat)
+    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, chat: bool) -> SequenceState:
+        tokens = tokens_of(index, prompt, chat, self.tokenizer)
         size = self.model.config.vocab_size
         for name, ids in ((f"prompt {index}", tokens), ("stop_token_ids", params.stop_token_ids)):
             outside = [token for token in ids if not 0 <= token < size]
@@ -360,7 +198,7 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the model came without one; use stop_token_ids")
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
-        return _Sequence(
+        return SequenceState(
             index=index,
             prompt=tokens,
             params=params,
@@ -379,12 +217,12 @@ class LLM:
             self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.model.config.eos_token_ids)
         return self._grammars.compile(params)
 
-    def _run(self, sequences: Sequence[_Sequence]) -> Iterator[Output]:
+    def _run(self, sequences: Sequence[SequenceState]) -> Iterator[Output]:
         self._check_idle()
         self._busy = True
         waiting = deque(sequences)
-        prefilling: deque[_Sequence] = deque()
-        decoding: list[_Sequence] = []
+        prefilling: deque[SequenceState] = deque()
+        decoding: list[SequenceState] = []
         try:
             while waiting or prefilling or decoding:
                 while (
@@ -396,7 +234,7 @@ class LLM:
                     sequence.pages = self._allocator.allocate(sequence.pages_needed)
                     prefilling.append(sequence)
                 outputs: list[Output] = []
-                joined: list[_Sequence] = []
+                joined: list[SequenceState] = []
                 if decoding:
                     outputs += self._decode(decoding)
                 if prefilling and (first := self._prefill(prefilling[0])) is not None:
@@ -415,12 +253,12 @@ class LLM:
                 self._release(sequence)
             self._busy = False
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self._allocator.free(sequence.pages)
         sequence.pages, sequence.row = [], None
 
     @torch.inference_mode()
-    def _prefill(self, sequence: _Sequence) -> Output | None:
+    def _prefill(self, sequence: SequenceState) -> Output | None:
         """Feed one chunk of the prompt; with its last chunk, choose the first token."""
         start = sequence.prefilled
         end = min(start + self.prefill_chunk, len(sequence.prompt))
@@ -431,7 +269,7 @@ class LLM:
         batch = Batch(
             tokens=torch.tensor(sequence.prompt[start:end]).to(device),
             positions=positions.to(device),
-            slots=_slots(table.expand(end - start, -1), positions).to(device),
+            slots=cache_slots(table.expand(end - start, -1), positions).to(device),
             block_table=table.to(device),
             sequence=torch.zeros(end - start, dtype=torch.int32, device=device),
             max_context=end,
@@ -454,7 +292,7 @@ class LLM:
         return self._accept([sequence], sampled)[0]
 
     @torch.inference_mode()
-    def _load(self, decoding: Sequence[_Sequence]) -> None:
+    def _load(self, decoding: Sequence[SequenceState]) -> None:
         """Rewrite the decode buffers after sequences joined or left."""
         self._rows.load(decoding)
         if not decoding:
@@ -469,22 +307,25 @@ class LLM:
             sequence.row = row
 
     @torch.inference_mode()
-    def _decode(self, decoding: Sequence[_Sequence]) -> list[Output]:
+    def _decode(self, decoding: Sequence[SequenceState]) -> list[Output]:
         if self._speculator is not None:
             return self._speculate(decoding, self._speculator)
-        rows, count = self._rows, len(decoding)
+        return self._accept(decoding, self._step(len(decoding), self._allowed(decoding, 1)))
+
+    def _step(self, count: int, allowed: Tensor | None) -> Sampled:
+        """Feed rows 0..count-1 and choose their next tokens, all of it on the device."""
+        rows = self._rows
         positions = rows.positions[:count]
         state = rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count]
         # the context bound is the same in every step, so that nothing is compiled for a new value
-        logits = self.model.decode_step(*state, self.cache, self.max_context)
-        allowed = self._allowed(decoding, 1)
-        sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen, allowed=allowed)
+        logits = self.model.decode_step(*state, self.cache, self.max_context)[:, : self.vocab_size]
+        sampled = sample(logits, self._sampling, positions + 1, seen=self._seen, allowed=allowed)
         if self._seen is not None:
             self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
         rows.advance(sampled.tokens)
-        return self._accept(decoding, sampled)
+        return sampled
 
-    def _speculate(self, decoding: Sequence[_Sequence], speculator: Speculator) -> list[Output]:
+    def _speculate(self, decoding: Sequence[SequenceState], speculator: Speculator) -> list[Output]:
         rows, count, each = self._rows, len(decoding), speculator.num_drafts + 1
         state = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
         allowed = self._allowed(decoding, each)
@@ -492,7 +333,7 @@ class LLM:
         drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
         return self._accept(decoding, verified.sampled, each, drafts, proposed.repeat_interleave(each))
 
-    def _allowed(self, sequences: Sequence[_Sequence], each: int) -> Tensor | None:
+    def _allowed(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
         """The grammars' masks int32 [sequences * each, words] for the next step's rows; None where no sequence has one."""
         if self._grammars is None or all(sequence.grammar is None for sequence in sequences):
             return None
@@ -503,7 +344,7 @@ class LLM:
                 rows[: len(found)] = found
         return masks.flatten(0, 1).to(self.model.device)
 
-    def _seen_by(self, sequences: Sequence[_Sequence]) -> Tensor:
+    def _seen_by(self, sequences: Sequence[SequenceState]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
             ids = torch.tensor(sequence.prompt + sequence.generated)
@@ -512,7 +353,7 @@ class LLM:
 
     def _accept(
         self,
-        sequences: Sequence[_Sequence],
+        sequences: Sequence[SequenceState],
         sampled: Sampled,
         each: int = 1,
         drafts: Tensor | None = None,
@@ -523,7 +364,7 @@ class LLM:
         drafts, proposed: int64 [rows] of a speculative step: each sequence's next drafts, and how many it has verified.
         """
         extra = () if drafts is None or proposed is None else (drafts, proposed)
-        tokens, logprobs, columns = _to_host(sampled, *extra)
+        tokens, logprobs, columns = to_host(sampled, *extra)
         starts = range(0, len(tokens), each)
         found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
         for sequence, rows in zip(sequences, found):
@@ -559,41 +400,3 @@ def describe(model: Transformer) -> str:
     name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
-
-
-def _to_host(sampled: Sampled, *extra: Tensor) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
-    """Tokens, log-probabilities and further integer columns on the host, in one copy: as 32-bit words of one tensor."""
-    columns = [each[:, None].to(torch.int32) for each in (sampled.tokens, *extra)]
-    whole = len(columns)
-    if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
-        columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
-        columns.append(sampled.top_ids.to(torch.int32))
-        columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
-    packed = torch.cat(columns, dim=1).cpu()
-    tokens, *others = packed[:, :whole].T.tolist()
-    if len(columns) == whole:
-        return tokens, [None] * len(tokens), others
-    chosen = packed[:, whole].contiguous().view(torch.float32).tolist()
-    ids, values = packed[:, whole + 1 :].chunk(2, dim=1) if columns[-1].shape[1] else (packed[:, :0], packed[:, :0])
-    rows = zip(chosen, ids.tolist(), values.contiguous().view(torch.float32).tolist())
-    return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in rows], others
-
-
-def _as_list(prompts: Any, chat: bool) -> list[Prompt]:
-    """One prompt or a list of prompts, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts) if isinstance(prompts, Iterable) else None
-    if listed is None:
-        raise ValueError(f"prompts: found {type(prompts).__name__}, required text, token ids, or a list of prompts")
-    if not listed:
-        raise ValueError("prompts: empty")
-    single = isinstance(listed[0], Mapping) if chat else not isinstance(listed[0], (str, Iterable))
-    return [listed] if single else listed
-
-
-def _token_id(index: int, token: Any) -> int:
-    try:
-        return int(token.__index__())
-    except (AttributeError, TypeError):
-        raise ValueError(f"prompt {index}: found {token!r}, required text or integer token ids") from None
