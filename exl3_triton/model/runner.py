@@ -12,7 +12,6 @@ live on the host, and their masks go to the device before each step.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import PAGE
-from .cache import Batch, PageAllocator, check_kv, pages_for
+from .cache import PAGE, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
 from .prompts import Prompt, as_list, tokens_of
-from .rows import DecodeRows, cache_slots
+from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
+from .scheduler import Chunk, Scheduler, SchedulerStats
 from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, to_host
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
@@ -77,6 +76,7 @@ class LLM:
         prefill_chunk: int = 512,
         speculate: int = 0,
         kv: str = "bf16",
+        prefix_caching: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value in (
@@ -120,6 +120,13 @@ class LLM:
         self.cache = model.new_cache(num_pages + 1, kv=kv)
         self.kv = kv
         self._allocator = PageAllocator(num_pages + 1)
+        self._scheduler = Scheduler(
+            self._allocator,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            num_drafts=speculate,
+            prefix_caching=prefix_caching,
+        )
         self._rows = DecodeRows(max_batch, pages_for(self.max_context), model.device)
         self._sampling = SamplingBatch.from_params([], [], model.device)
         self._seen: Tensor | None = None
@@ -135,6 +142,10 @@ class LLM:
                 vocab_size=self.vocab_size,
             )
         self._busy = False
+
+    @property
+    def scheduling(self) -> SchedulerStats:
+        return self._scheduler.stats
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -200,7 +211,7 @@ class LLM:
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         return SequenceState(
             index=index,
-            prompt=tokens,
+            tokens=tokens,
             params=params,
             seed=resolve_seed(params),
             limit=min(params.max_tokens, self.max_context - len(tokens) + 1),
@@ -220,76 +231,53 @@ class LLM:
     def _run(self, sequences: Sequence[SequenceState]) -> Iterator[Output]:
         self._check_idle()
         self._busy = True
-        waiting = deque(sequences)
-        prefilling: deque[SequenceState] = deque()
-        decoding: list[SequenceState] = []
+        scheduler = self._scheduler
         try:
-            while waiting or prefilling or decoding:
-                while (
-                    waiting
-                    and len(prefilling) + len(decoding) < self.max_batch
-                    and waiting[0].pages_needed <= self._allocator.available
-                ):
-                    sequence = waiting.popleft()
-                    sequence.pages = self._allocator.allocate(sequence.pages_needed)
-                    prefilling.append(sequence)
-                outputs: list[Output] = []
-                joined: list[SequenceState] = []
-                if decoding:
-                    outputs += self._decode(decoding)
-                if prefilling and (first := self._prefill(prefilling[0])) is not None:
-                    outputs.append(first)
-                    joined.append(prefilling.popleft())
-                ended = {output.index for output in outputs if output.finish_reason is not None}
-                if ended or joined:
-                    for sequence in decoding + joined:
-                        if sequence.index in ended:
-                            self._release(sequence)
-                    decoding = [sequence for sequence in decoding + joined if sequence.index not in ended]
-                    self._load(decoding)
+            scheduler.add(sequences)
+            while scheduler.busy:
+                outputs = self._decode(scheduler.decoding) if scheduler.decoding else []
+                chunks = scheduler.next_chunks()
+                if chunks:
+                    outputs += self._prefill(chunks)
+                added = scheduler.settle(chunks)
+                if scheduler.decoding == self._rows.sequences:
+                    self._rows.add_pages(added)
+                else:
+                    self._load(scheduler.decoding)
                 yield from outputs
         finally:
-            for sequence in (*prefilling, *decoding):
-                self._release(sequence)
+            scheduler.clear()
             self._busy = False
 
-    def _release(self, sequence: SequenceState) -> None:
-        self._allocator.free(sequence.pages)
-        sequence.pages, sequence.row = [], None
-
     @torch.inference_mode()
-    def _prefill(self, sequence: SequenceState) -> Output | None:
-        """Feed one chunk of the prompt; with its last chunk, choose the first token."""
-        start = sequence.prefilled
-        end = min(start + self.prefill_chunk, len(sequence.prompt))
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Output]:
+        """Feed chunks of prompts; where a prompt ends, choose its first token."""
         device = self.model.device
-        table = torch.zeros(1, self._rows.block_table.shape[1], dtype=torch.int32)
-        table[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        positions = torch.arange(start, end)
-        batch = Batch(
-            tokens=torch.tensor(sequence.prompt[start:end]).to(device),
-            positions=positions.to(device),
-            slots=cache_slots(table.expand(end - start, -1), positions).to(device),
-            block_table=table.to(device),
-            sequence=torch.zeros(end - start, dtype=torch.int32, device=device),
-            max_context=end,
-            prefill=True,
-        )
+        batch = prefill_batch(chunks, self._rows.block_table.shape[1], device)
         hidden = self.model(batch, self.cache)
-        sequence.prefilled = end
-        following = torch.tensor(sequence.prompt[start + 1 : end + 1], dtype=torch.int64).to(device)
-        if end < len(sequence.prompt):
-            if self._speculator is not None:
-                self._speculator.prefill(batch, hidden, following)
-            return None
-        logits = self.model.compute_logits(hidden[-1:])[:, : self.vocab_size]
-        parameters = SamplingBatch.from_params([sequence.params], [sequence.seed], device)
-        seen = self._seen_by([sequence]) if parameters.penalized else None
-        place = torch.full((1,), end, device=device)
-        sampled = sample(logits, parameters, place, seen=seen, allowed=self._allowed([sequence], 1))
+        ends = torch.tensor([chunk.end - chunk.start for chunk in chunks]).cumsum(0) - 1
+        last = ends[[chunk.samples for chunk in chunks]].to(device)
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = self._first_tokens(hidden[last], sequences) if sequences else None
         if self._speculator is not None:
-            self._speculator.prefill(batch, hidden, torch.cat([following, sampled.tokens.clamp(min=0)]))
-        return self._accept([sequence], sampled)[0]
+            # the token behind each one; behind a prompt's last the one just chosen
+            fed = [chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1] + [0] * chunk.samples for chunk in chunks]
+            following = torch.cat([torch.tensor(tokens) for tokens in fed]).to(device)
+            if sampled is not None:
+                following[last] = sampled.tokens.clamp(min=0)
+            self._speculator.prefill(batch, hidden, following)
+        return [] if sampled is None else self._accept(sequences, sampled)
+
+    def _first_tokens(self, hidden: Tensor, sequences: Sequence[SequenceState]) -> Sampled:
+        """The tokens behind prompts, from the states [n, hidden] at their ends."""
+        logits = self.model.compute_logits(hidden)[:, : self.vocab_size]
+        sampling = self._sampling_of(sequences)
+        seen = self._seen_by(sequences) if sampling.penalized else None
+        positions = torch.tensor([sequence.prompt_length for sequence in sequences]).to(logits.device)
+        return sample(logits, sampling, positions, seen=seen, allowed=self._allowed(sequences, 1))
+
+    def _sampling_of(self, sequences: Sequence[SequenceState]) -> SamplingBatch:
+        return SamplingBatch.from_params([s.params for s in sequences], [s.seed for s in sequences], self.model.device)
 
     @torch.inference_mode()
     def _load(self, decoding: Sequence[SequenceState]) -> None:
@@ -297,8 +285,7 @@ class LLM:
         self._rows.load(decoding)
         if not decoding:
             return
-        params, seeds = [s.params for s in decoding], [s.seed for s in decoding]
-        self._sampling = SamplingBatch.from_params(params, seeds, self.model.device)
+        self._sampling = self._sampling_of(decoding)
         self._seen = self._seen_by(decoding) if self._sampling.penalized else None
         if self._speculator is not None:
             kept = [sequence.row for sequence in decoding]
@@ -347,7 +334,7 @@ class LLM:
     def _seen_by(self, sequences: Sequence[SequenceState]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
-            ids = torch.tensor(sequence.prompt + sequence.generated)
+            ids = torch.tensor(sequence.tokens)
             seen[row, ids[ids < self.vocab_size]] = True
         return seen.to(self.model.device)
 
@@ -370,7 +357,7 @@ class LLM:
         for sequence, rows in zip(sequences, found):
             for row in rows:
                 if tokens[row] < 0:
-                    position = len(sequence.prompt) + len(sequence.generated) + row - rows[0]
+                    position = len(sequence.tokens) + row - rows[0]
                     raise FloatingPointError(
                         f"prompt {sequence.index}, position {position}: the model's logits hold NaN, or no finite maximum"
                     )
