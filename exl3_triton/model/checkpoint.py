@@ -1,7 +1,7 @@
 """A checkpoint directory, opened from its headers alone: everything about the files that can be refused is refused here.
 
-The header of every safetensors file is parsed here (8-byte length, then JSON), which is quick for hundreds of thousands of
-tensors; data is read through the safetensors library.
+The header of every safetensors file is parsed here (8-byte length, then JSON) and its data mapped, which is quick for
+hundreds of thousands of tensors.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import json
 import math
+import mmap
 import os
 import re
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..format import FormatError, canonical_name
@@ -286,30 +287,38 @@ def _tensor_info(file: str, name: str, entry: Any, data_start: int, data_bytes: 
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint; every file is opened once and stays open until the context ends."""
+    """Reads tensors of one checkpoint; every file is mapped once, until the context ends and no tensor needs it."""
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._files: dict[str, Any] = {}
+        self._maps: dict[str, Tensor] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._maps.clear()
         self._files.clear()
         self._stack.close()
 
     def read(self, info: TensorInfo) -> Tensor:
-        """The tensor on the CPU, mapped from the file where its alignment allows (read-only by convention), else copied."""
+        """The tensor on the CPU, mapped from the file where its alignment allows (not to be written to), else copied."""
+        dtype = info.torch_dtype
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
         try:
-            if info.file not in self._files:
-                self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
-            tensor = self._files[info.file].get_tensor(info.name)
-        except (SafetensorError, OSError) as error:
+            mapped = self._maps.get(info.file)
+            if mapped is None:
+                mapped = self._maps[info.file] = _map(self._directory / info.file)
+        except (OSError, ValueError) as error:
             raise FormatError(f"{self._directory / info.file}: {info.name} cannot be read ({error})") from error
+        raw = mapped[info.offset : info.offset + info.nbytes]
+        if raw.numel() != info.nbytes:
+            raise FormatError(f"{self._directory / info.file}: {info.name} cannot be read, the file has been truncated")
         # headers need not be padded, so that data may start at any byte
-        return tensor.clone() if tensor.data_ptr() % max(tensor.element_size(), 1) else tensor
+        return (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype).view(info.shape)
 
     def read_small(self, infos: Iterable[TensorInfo], gap: int = 4096) -> Iterator[tuple[TensorInfo, bytes]]:
         """The raw bytes of many small tensors, in file order; neighbours less than `gap` bytes apart share one read."""
@@ -323,10 +332,17 @@ class TensorReader:
                 yield info, raw
 
     def _raw(self, file: str) -> BinaryIO:
-        key = f"{file}\0raw"
-        if key not in self._files:
-            self._files[key] = self._stack.enter_context((self._directory / file).open("rb"))
-        return self._files[key]
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context((self._directory / file).open("rb"))
+        return self._files[file]
+
+
+def _map(path: Path) -> Tensor:
+    """A file as uint8, mapped."""
+    with path.open("rb") as file, warnings.catch_warnings():
+        # torch has no read-only tensors, and says so
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
 
 def _pread(file: BinaryIO, start: int, length: int) -> bytes:
