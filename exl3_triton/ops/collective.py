@@ -1,6 +1,6 @@
 """Sums and gathers over tensor-parallel ranks, through torch.distributed: NCCL for GPU tensors, gloo for CPU tensors.
 
-A group is named by a string, so that it can be an argument of a custom op; `model/parallel_group.py` registers it. On a GPU
+A group is named by a string, so that it can be an argument of a custom op; `model/rank_group.py` registers it. On a GPU
 nothing waits on the host and nothing is allocated behind torch's back: both ops can be captured in a CUDA graph once the
 communicator exists.
 """
@@ -26,6 +26,7 @@ class Group(Protocol):
 
 
 _groups: dict[str, Group] = {}
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13, and before
 
 
 def register_group(name: str, group: Group | None) -> None:
@@ -38,7 +39,9 @@ def register_group(name: str, group: Group | None) -> None:
 
 def _group(op: str, name: str) -> Group:
     if name not in _groups:
-        raise RuntimeError(f"{op}: no process group {name!r}: this part of a model runs with its partners only (init_parallel)")
+        raise RuntimeError(
+            f"{op}: no process group {name!r}: this part of a model runs with its partners only (init_parallel)"
+        )
     return _groups[name]
 
 
@@ -77,7 +80,7 @@ def _gather_columns_body(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
         x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
     parts = torch.empty(len(sizes), rows, width, dtype=x.dtype, device=x.device)
     with found.collective(x):
-        dist.all_gather_into_tensor(parts.view(-1, width), x.contiguous(), group=found.process_group)
+        _gather(parts.view(-1, width), x.contiguous(), group=found.process_group)
     return torch.cat([part[:, :size] for part, size in zip(parts.unbind(), sizes)], dim=1)
 
 
