@@ -81,7 +81,7 @@ def _join(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> RankGro
     if arguments.device == "cuda":
         _device_and_dtype(arguments)
     if _rank():
-        nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         stack.enter_context(contextlib.redirect_stdout(nowhere))
     return stack.enter_context(RankGroup.from_env(arguments.device, timeout=arguments.rank_timeout))
 
