@@ -13,7 +13,7 @@ from ._args import block, check_float
 from ._dispatch import call, device_guard, launchable, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
 
-SEGMENT = 512  # inputs summed by one chain of additions
+SEGMENT = 128  # inputs summed by one chain of additions: of 512 the chain's latency alone took 24 us at 6144 x 256 on an H200
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
@@ -69,7 +69,7 @@ def _select_kernel(
     lanes = tl.arange(0, E_PAD)
     real = lanes < E
     logit = tl.zeros((E_PAD,), tl.float32)
-    for part in range(PARTS):
+    for part in tl.static_range(PARTS):  # unrolled: all loads in flight at once
         logit += tl.load(logits + (part * tokens.to(tl.int64) + token) * E + lanes, mask=real, other=0.0)
     if SOFTMAX:
         logit = tl.where(real, logit, float("-inf"))
