@@ -160,6 +160,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
+
+    cut = commands.add_parser(
+        "slice",
+        help="cut the experts of an EXL3 checkpoint for tensor parallelism",
+        description="Write a rank-sliced copy: routed experts in slices for T ranks, lossless; call again to resume.",
+    )
+    cut.add_argument("source", type=Path, metavar="SRC", help="a plain EXL3 checkpoint")
+    cut.add_argument("destination", type=Path, metavar="DST", help="a new directory, or an unfinished copy")
+    cut.add_argument("--tp", type=int, required=True, metavar="T", help="number of slices")
+    cut.set_defaults(run=_slice)
+
+    verify = commands.add_parser(
+        "verify",
+        help="read a checkpoint whole: hashes, completeness, finite values",
+        description="Exit code 0: sound; 1: something is wrong, each thing on a line; 2: not a checkpoint.",
+    )
+    verify.add_argument("model", type=Path, metavar="DIR", help="checkpoint directory")
+    verify.set_defaults(run=_verify)
     return parser
 
 
@@ -431,6 +449,34 @@ def _inspect(arguments: argparse.Namespace) -> int:
     report = inspect_checkpoint(arguments.model, tp=arguments.tp)
     _print((json.dumps(report, indent=2) if arguments.json else format_report(report)).rstrip("\n") + "\n")
     return 0 if report["runs"] else 1
+
+
+def _slice(arguments: argparse.Namespace) -> int:
+    if arguments.tp < 1:
+        raise ValueError(f"--tp: found {arguments.tp}, required an integer >= 1")
+    from .model.slicing import slice_checkpoint
+
+    done = slice_checkpoint(arguments.source, arguments.destination, arguments.tp)
+    kept = f", {done.kept} kept from an earlier run" if done.kept else ""
+    _print(
+        f"{arguments.destination}: layers {done.layers[0]}..{done.layers[1]} in slices for tp={done.tp}; "
+        f"{done.written} files written ({done.bytes / 1e9:.2f} GB){kept}\n"
+    )
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .model.verify import verify_checkpoint
+
+    report = verify_checkpoint(arguments.model)
+    for note in report.notes:
+        _note(note)
+    for problem in report.problems:
+        _print(f"{problem}\n")
+    hashed = "no manifest" if report.hashed is None else f"{report.hashed} files hashed"
+    state = "sound" if report.sound else f"{len(report.problems)} problems"
+    _print(f"{report.path}: {report.tensors:,} tensors, {report.bytes / 1e9:.2f} GB, {hashed}: {state}\n")
+    return 0 if report.sound else 1
 
 
 def _print(text: str) -> None:

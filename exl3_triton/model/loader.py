@@ -6,7 +6,7 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,15 @@ from ..format import (
     ExpertWeights,
     FormatError,
     TrellisWeight,
+    check_scales,
     padded_size,
 )
 from .checkpoint import Checkpoint, TensorInfo, listing
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
-from .parallel import Partition
+from .parallel import Partition, Shard
+from .rank_sliced import PROJECTIONS, SECTION, RankSliced
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # kept in fp32 whatever is asked for: expert choice and index scores flip on near-ties when these are rounded
 FP32_NAMES = ("mlp.gate.e_score_correction_bias", "self_attn.indexer.weights_proj.weight")
 _MARKERS = {codebook.label: codebook for codebook in Codebook if codebook.marker is not None}
@@ -120,12 +121,7 @@ class WeightSource:
         total_bytes: int | None = None,
         on_read: Callable[[], None] | None = None,
     ):
-        if checkpoint.rank_sliced:
-            tp = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
-            raise FormatError(
-                f"{checkpoint.path}: a rank-sliced checkpoint, its experts are cut for tp = {tp}, cannot be loaded; required: "
-                "a plain EXL3 or an unquantized checkpoint"
-            )
+        self.rank_sliced = RankSliced.of(checkpoint)
         self.checkpoint = checkpoint
         self.device, self.dtype, self.partition = torch.device(device), dtype, partition
         self.claimed_bytes = 0
@@ -228,10 +224,49 @@ class WeightSource:
         if not quantized:
             each_plain = (self._plain_experts(name, each, num_experts, *sizes[each], mine, cuts[each]) for each in PROJECTIONS)
             return PlainExperts(*each_plain)
+        names = {each: [f"{name}.{expert}.{each}" for expert in range(num_experts)] for each in PROJECTIONS}
         gate, up, down = (
-            self._exl3_experts(name, each, num_experts, *sizes[each], quantized, mine, cuts[each]) for each in PROJECTIONS
+            self._exl3_experts(names[each], *sizes[each], quantized, mine=mine, cut=cuts[each]) for each in PROJECTIONS
         )
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=len(width))
+
+    def expert_slices(
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> tuple[ExpertWeights, ...] | PlainExperts:
+        """The routed experts as slices by intermediate width, whose outputs sum to the layer's: this process's, in rank order.
+
+        Experts that are stored whole are one slice.
+        """
+        sliced = self.rank_sliced
+        if sliced is None or int(name.split(".")[1]) not in sliced.layers:
+            whole = self.experts(name, num_experts, hidden_size, intermediate_size)
+            return whole if isinstance(whole, PlainExperts) else (whole,)
+        if num_experts != sliced.num_experts:
+            found = f"{sliced.num_experts} experts (config.json: {SECTION}.experts_per_layer)"
+            raise FormatError(f"{name}: found {found}, required {num_experts} (the model's experts)")
+        width, rest = divmod(intermediate_size, sliced.tp)
+        if rest or (sliced.tp > 1 and width % HADAMARD):
+            found = f"slices for tp = {sliced.tp} of an intermediate size of {intermediate_size}"
+            raise FormatError(f"{name}: found {found}, required slices of a multiple of 128 (128-wide rotation blocks)")
+        wide, narrow = (hidden_size, width), (width, hidden_size)
+        sizes = dict(zip(PROJECTIONS, (wide, wide, narrow), strict=True))
+        slices = []
+        shard = Shard() if self.partition is None else self.partition.shard
+        if self.partition is not None and len(self.partition.experts) < num_experts:
+            raise FormatError(f"{name}: found experts stored in slices by width, required whole ones to divide by expert")
+        for rank in sliced.local(shard.rank, shard.size):
+            gate, up, down = (
+                self._exl3_experts(
+                    matrices := [f"{name}.{expert}.{each}.rank{rank}" for expert in range(num_experts)],
+                    *sizes[each],
+                    set(matrices),
+                    sliced.shared_name(name, each, rank),
+                )
+                for each in PROJECTIONS
+            )
+            slices.append(ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=width))
+        self._claimed.update(sliced.names(int(name.split(".")[1])))  # checked by RankSliced; other ranks' are not ours to load
+        return tuple(slices)
 
     def finish(self, ignored_prefixes: Iterable[str] = ()) -> None:
         """The strict report: FormatError listing tensors that were required but absent, and stored but never asked for.
@@ -320,11 +355,20 @@ class WeightSource:
         return marker
 
     def _trellis(
-        self, name: str, in_features: int, out_features: int, cut: _Cut = _WHOLE, *, meta: bool | None = None
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        cut: _Cut = _WHOLE,
+        shared: _SharedVector | None = None,
+        *,
+        meta: bool | None = None,
     ) -> TrellisWeight:
         """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU."""
         meta = self._meta if meta is None else meta
         tensors = {}
+        if shared is not None:
+            tensors[f"{name}.{shared.suffix}"] = shared.vector.to("meta") if meta else shared.vector
         for suffix, info in self._parts(name, cut).items():
             full = f"{name}.{suffix}"
             if suffix in _MARKERS:
@@ -338,7 +382,14 @@ class WeightSource:
             tensors.pop(f"{name}.bias", None)
         return TrellisWeight.from_tensors(tensors, name, **cut.sizes(in_features, out_features))
 
-    def _exl3_format(self, name: str, in_features: int, out_features: int, cut: _Cut | None = _WHOLE) -> tuple[int, Codebook]:
+    def _exl3_format(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        cut: _Cut | None = _WHOLE,
+        shared: _SharedVector | None = None,
+    ) -> tuple[int, Codebook]:
         """(2K, codebook) of a stored matrix, checked from headers and markers; matrices that look alike are checked once.
 
         The whole matrix is checked, and claimed as `_parts` does.
@@ -346,24 +397,35 @@ class WeightSource:
         parts = self._parts(name, cut)
         # equal markers are one tensor, see `_marker`
         markers = (id(self._marker(f"{name}.{suffix}")) for suffix in parts if suffix in _MARKERS)
-        key = (in_features, out_features, *((suffix, info.dtype, info.shape) for suffix, info in parts.items()), *markers)
+        key = (
+            in_features,
+            out_features,
+            shared is None,
+            *((suffix, info.dtype, info.shape) for suffix, info in parts.items()),
+            *markers,
+        )
         if key not in self._formats:
-            weight = self._trellis(name, in_features, out_features, meta=True)
+            weight = self._trellis(name, in_features, out_features, shared=shared, meta=True)
             self._formats[key] = (weight.twice_bits, weight.codebook)
         return self._formats[key]
 
     def _exl3_experts(
         self,
-        name: str,
-        projection: str,
-        num_experts: int,
+        matrices: Sequence[str],
         in_features: int,
         out_features: int,
         stored: set[str],
-        mine: range,
-        cut: _Cut,
+        shared: str | None = None,
+        *,
+        mine: range | None = None,
+        cut: _Cut = _WHOLE,
     ) -> ExpertProjection:
-        matrices = [f"{name}.{expert}.{projection}" for expert in range(num_experts)]
+        """One projection of all experts, `matrices` in their order; shared: the name of the vector that all of them share.
+
+        mine: which of the experts this rank has, default all; cut: what it has of each.
+        """
+        mine = range(len(matrices)) if mine is None else mine
+        common = None if shared is None else self._shared_vector(shared, in_features, out_features)
         formats = []
         for expert, matrix in enumerate(matrices):
             if f"{matrix}.bias" in self.checkpoint.tensors:
@@ -371,18 +433,33 @@ class WeightSource:
             # a missing expert is on the list of missing tensors already; any format stands in for it in the preflight
             found = (2, Codebook.MCG)
             if matrix in stored:
-                found = self._exl3_format(matrix, in_features, out_features, cut if expert in mine else None)
+                part = cut if expert in mine else None
+                found = self._exl3_format(matrix, in_features, out_features, part, common)
             formats.append(found)
         local = cut.sizes(in_features, out_features)
         sizes = padded_size(local["in_features"]), padded_size(local["out_features"])
-        slabs = ExpertProjection.allocate(formats[mine.start : mine.stop], *sizes, device=self.device)
+        kind = common.suffix if common is not None else None
+        slabs = ExpertProjection.allocate(
+            formats[mine.start : mine.stop], *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
+        )
         if not self._meta:
             for slot_index, expert in enumerate(mine):
-                weight, slot = self._trellis(matrices[expert], in_features, out_features, cut), slabs.expert(slot_index)
+                weight = self._trellis(matrices[expert], in_features, out_features, cut, common)
+                slot = slabs.expert(slot_index)
                 slot.trellis.copy_(weight.trellis)
-                slot.suh.copy_(weight.suh)
-                slot.svh.copy_(weight.svh)
+                for suffix in ("suh", "svh"):
+                    if slot_index == 0 or suffix != kind:
+                        getattr(slot, suffix).copy_(getattr(weight, suffix))
         return slabs
+
+    def _shared_vector(self, name: str, in_features: int, out_features: int) -> _SharedVector:
+        suffix = name.rpartition(".")[2]
+        info = self._claim(name)
+        if info is None:
+            raise FormatError(f"{self.checkpoint.path}: {name} is missing")
+        vector = torch.empty(info.shape, dtype=info.torch_dtype, device="meta") if self._meta else self._read(info)
+        check_scales(name, vector, padded_size(in_features if suffix == "suh" else out_features))
+        return _SharedVector(suffix, vector)
 
     def _plain_experts(
         self, name: str, projection: str, num_experts: int, in_features: int, out_features: int, mine: range, cut: _Cut
@@ -398,6 +475,13 @@ class WeightSource:
                 if not self._meta and expert in mine:
                     slab[expert - mine.start].copy_(self._read(info, cut.plain))
         return slab
+
+
+class _SharedVector(NamedTuple):
+    """A rotation vector that all experts of a projection share: "suh" or "svh", and its values."""
+
+    suffix: str
+    vector: Tensor
 
 
 def _check_plain(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:

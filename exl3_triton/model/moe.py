@@ -34,18 +34,22 @@ class MoE(nn.Module):
         biased = c.scoring == "sigmoid"  # a softmax router chooses by the scores themselves
         bias = source.tensor(bias_name, (c.num_experts,), dtype=torch.float32) if biased else None
         self.register_buffer("correction_bias", bias)
-        self.experts: ExpertWeights | PlainExperts = source.experts(
+        # slices by intermediate width, whose outputs add up; one, unless the checkpoint is rank-sliced
+        self.experts: tuple[ExpertWeights, ...] | PlainExperts = source.expert_slices(
             f"{name}.experts", c.num_experts, c.hidden_size, c.moe_intermediate_size
         )
         self.bound: BoundMoe | None = None  # the model's plan over its arena; without one a call allocates its scratch
         width = c.moe_intermediate_size * c.num_shared_experts
         part = partition.shared
         self.shared = GatedMLP(source, f"{name}.shared_experts", c.hidden_size, width, part) if width else None
-        cut_width = partition.group_of(partition.moe, c.moe_intermediate_size)
-        self.group = cut_width or partition.group_of(partition.experts, c.num_experts)
         self.shared_group = partition.group_of(part, width)
+        by_expert = partition.group_of(partition.experts, c.num_experts)
+        held = (
+            partition.moe if isinstance(self.experts, PlainExperts) else range(sum(e.intermediate_size for e in self.experts))
+        )
+        self.group = by_expert or partition.group_of(held, c.moe_intermediate_size)
         expert_map = None
-        if len(partition.experts) < c.num_experts:
+        if by_expert:
             numbers = torch.arange(c.num_experts, dtype=torch.int32) - partition.experts.start
             expert_map = numbers.where((numbers >= 0) & (numbers < len(partition.experts)), -1).to(self.gate.device)
         self.register_buffer("expert_map", expert_map, persistent=False)
@@ -73,11 +77,17 @@ class MoE(nn.Module):
         return ops.all_reduce(routed, self.group) + ops.all_reduce(shared, self.shared_group)
 
     def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """fp32 [T, hidden]: this rank's part of the routed sum."""
+        """fp32 [T, hidden], this rank's part of the routed sum; slices are added in the order of their ranks."""
         if isinstance(self.experts, PlainExperts):
             plain, local = self.experts, ids if self.expert_map is None else self.expert_map[ids]
             return ops.plain_moe(x, plain.gate, plain.up, plain.down, local, weights)
-        if self.bound is None:
-            return ops.moe(x, self.experts, ids, weights, out_dtype=torch.float32, expert_map=self.expert_map)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        return self.bound(x, self.experts, ids, weights, out=out, expert_map=self.expert_map)
+        total: Tensor | None = None
+        for experts in self.experts:
+            if self.bound is not None:
+                out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+                out = self.bound(x, experts, ids, weights, out=out, expert_map=self.expert_map)
+            else:
+                out = ops.moe(x, experts, ids, weights, out_dtype=torch.float32, expert_map=self.expert_map)
+            total = out if total is None else total.add_(out)
+        assert total is not None  # a process has at least one slice
+        return total

@@ -19,7 +19,7 @@ from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .gqa import GQA
-from .layers import GatedMLP, RMSNorm
+from .layers import GatedMLP, PlainExperts, RMSNorm
 from .loader import WeightSource, mtp_prefixes
 from .moe import MoE
 from .mtp import MTP, check_mtp, copies_of_the_trunk, mtp_layer_config
@@ -97,24 +97,37 @@ class Transformer(nn.Module):
             self._bind_experts([cast(Block, self.mtp.block)])
 
     def _bind_experts(self, blocks: list[Block]) -> None:
-        """One plan and one arena for the experts of these blocks; longer prefills run in slices of PREFILL_ROWS."""
-        layers = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
-        layers = [layer for layer in layers if isinstance(layer.experts, ExpertWeights)]
-        if not layers:
+        """One arena for the experts of these blocks, and a plan for each of their sizes, as a rule one.
+
+        Longer prefills run in slices of PREFILL_ROWS.
+        """
+        groups: dict[tuple[int, int], list[MoE]] = {}
+        for block in blocks:
+            layer = block.feed_forward
+            if isinstance(layer, MoE) and not isinstance(layer.experts, PlainExperts):
+                groups.setdefault((layer.experts[0].hidden_size, layer.experts[0].intermediate_size), []).append(layer)
+        if not groups:
             return
-        specs = [MoeSpec.of(cast(ExpertWeights, layer.experts), self.config.experts_per_token) for layer in layers]
-        rates = sorted({rate for spec in specs for rate in spec.rates})
-        codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
         policy = default_policy()
         capacity = min(policy.prefill_capacity or PREFILL_ROWS, self.max_context)
-        plan = plan_moe(
-            replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
-            max_tokens=self.max_context,
-            policy=replace(policy, prefill_capacity=capacity),
-        )
-        bound = plan.bind(plan.new_arena(self.device))
-        for layer in layers:
-            layer.bound = bound
+        plans = []
+        for layers in groups.values():
+            slices = [experts for layer in layers for experts in cast(tuple[ExpertWeights, ...], layer.experts)]
+            specs = [MoeSpec.of(experts, self.config.experts_per_token) for experts in slices]
+            rates = sorted({rate for spec in specs for rate in spec.rates})
+            codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
+            plans.append(
+                plan_moe(
+                    replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
+                    max_tokens=self.max_context,
+                    policy=replace(policy, prefill_capacity=capacity),
+                )
+            )
+        arena = max(plans, key=lambda plan: plan.arena_bytes).new_arena(self.device)
+        for layers, plan in zip(groups.values(), plans, strict=True):
+            bound = plan.bind(arena)
+            for layer in layers:
+                layer.bound = bound
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
