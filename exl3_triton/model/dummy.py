@@ -157,6 +157,13 @@ class DummySource:
         gate, up, down = (self._projection(num_experts, *sizes) for sizes in (wide, wide, narrow))
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=intermediate_size)
 
+    def expert_slices(
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> tuple[ExpertWeights, ...] | PlainExperts:
+        """The same as the only slice."""
+        whole = self.experts(name, num_experts, hidden_size, intermediate_size)
+        return whole if isinstance(whole, PlainExperts) else (whole,)
+
     def _projection(self, num_experts: int, in_features: int, out_features: int) -> ExpertProjection:
         formats = [(int(2 * self.bits), int(self.codebook))] * num_experts
         rows, columns = padded_size(in_features), padded_size(out_features)
