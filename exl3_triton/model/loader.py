@@ -6,7 +6,7 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ..format import (
     HADAMARD,
     SUFFIXES,
+    TILE,
     Codebook,
     ExpertProjection,
     ExpertWeights,
@@ -27,6 +28,7 @@ from ..format import (
 from .checkpoint import Checkpoint, TensorInfo, listing
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
+from .parallel import Partition, Shard
 from .rank_sliced import PROJECTIONS, SECTION, RankSliced
 
 # kept in fp32 whatever is asked for: expert choice and index scores flip on near-ties when these are rounded
@@ -40,12 +42,71 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"layers.{config.num_layers + index}" for index in range(config.num_mtp_layers))
 
 
+class _Cut(NamedTuple):
+    """The part of a matrix that a rank holds: features of inputs and outputs, None for all of them."""
+
+    inputs: range | None = None
+    outputs: range | None = None
+
+    @classmethod
+    def of(cls, in_features: int, out_features: int, inputs: range | None, outputs: range | None) -> _Cut:
+        """Raises FormatError where a cut goes through a rotation block."""
+        for axis, features, part in (("in", in_features, inputs), ("out", out_features, outputs)):
+            if part is not None and (part.start % HADAMARD or (part.stop % HADAMARD and part.stop != features)):
+                found = f"features {part.start} to {part.stop} of {features} ({axis})"
+                raise FormatError(f"cut: found {found}, required multiples of 128 (128-wide rotation blocks)")
+        whole_in, whole_out = inputs in (None, range(in_features)), outputs in (None, range(out_features))
+        return cls(None if whole_in else inputs, None if whole_out else outputs)
+
+    @property
+    def follows(self) -> bool:
+        """Whether these are inputs behind another rank's."""
+        return self.inputs is not None and self.inputs.start > 0
+
+    @property
+    def plain(self) -> tuple[slice, slice]:
+        """Of a weight [out, in]."""
+        return _slice(self.outputs), _slice(self.inputs)
+
+    def exl3(self, suffix: str) -> tuple[slice, ...]:
+        """Of a tensor of an EXL3 matrix."""
+        if suffix == "trellis":
+            return _slice(self.inputs, TILE), _slice(self.outputs, TILE)
+        if suffix in ("suh", "su"):
+            return (_slice(self.inputs, TILE if suffix == "su" else 1),)
+        if suffix in ("svh", "sv", "bias"):
+            return (_slice(self.outputs, TILE if suffix == "sv" else 1),)
+        return ()
+
+    def sizes(self, in_features: int, out_features: int) -> dict[str, int]:
+        """Logical sizes of the part."""
+        inputs, outputs = self.inputs or range(in_features), self.outputs or range(out_features)
+        return {"in_features": len(inputs), "out_features": len(outputs)}
+
+
+_WHOLE = _Cut()
+
+
+def _slice(part: range | None, unit: int = 1) -> slice:
+    """`part` of a stored dimension, which goes on to a multiple of 128."""
+    return slice(None) if part is None else slice(part.start // unit, padded_size(part.stop) // unit)
+
+
+def _part_bytes(info: TensorInfo, part: tuple[slice, ...]) -> int:
+    size = info.nbytes
+    for length, taken in zip(info.shape, part):
+        size = size * len(range(*taken.indices(length))) // max(length, 1)
+    return size
+
+
 class WeightSource:
     """Gives a model its weights by canonical name, checked, and remembers which were used.
 
     device: "meta" for the preflight, where a missing tensor becomes a meta tensor of the required shape and is reported by
     `finish`; elsewhere a missing tensor raises at once. dtype: of plain weights; a few small ones stay fp32 (`FP32_NAMES`).
+    partition: which part of the model this rank holds; the rest of a matrix is checked like all of it, and not read.
     progress: a bar on stderr, counting the bytes read against `total_bytes` (the preflight's `claimed_bytes`).
+    on_read: called before each read.
     A context manager: the files stay open inside it. All methods raise FormatError naming tensor, found and required.
     """
 
@@ -55,13 +116,16 @@ class WeightSource:
         device: torch.device | str,
         dtype: torch.dtype,
         *,
+        partition: Partition | None = None,
         progress: bool = False,
         total_bytes: int | None = None,
+        on_read: Callable[[], None] | None = None,
     ):
         self.rank_sliced = RankSliced.of(checkpoint)
         self.checkpoint = checkpoint
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.partition = torch.device(device), dtype, partition
         self.claimed_bytes = 0
+        self._on_read = on_read
         self._meta = self.device.type == "meta"
         self._claimed: set[str] = set()
         self._missing: list[str] = []
@@ -80,47 +144,63 @@ class WeightSource:
         self._reader.__exit__(*exc)
 
     def tensor(
-        self, name: str, shape: Iterable[int], *, dtype: torch.dtype | None = None, optional: bool = False
+        self,
+        name: str,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype | None = None,
+        optional: bool = False,
+        part: tuple[slice, ...] = (),
     ) -> Tensor | None:
         """The plain tensor `name` of exactly this shape, on the device, in `dtype` (default: the source's, or fp32).
 
-        None where it is optional and absent.
+        part: what is wanted of it, along its first dimensions. None where it is optional and absent.
         """
         shape = tuple(shape)
         if dtype is None:
             dtype = torch.float32 if name.endswith(FP32_NAMES) else self.dtype
-        info = self._claim(name)
+        info = self._claim(name, part)
         if info is None:
-            return None if optional else self._absent(name, shape, dtype)
+            return None if optional else self._absent(name, shape, dtype)[part]
         _check_plain(name, info, shape)
         if self._meta:
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return self._read(info).to(device=self.device, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="meta")[part]
+        return self._read(info, part).to(device=self.device, dtype=dtype)
 
-    def linear(self, name: str, in_features: int, out_features: int) -> nn.Module:
+    def linear(
+        self, name: str, in_features: int, out_features: int, *, inputs: range | None = None, outputs: range | None = None
+    ) -> nn.Module:
         """The linear `name`: quantized where `{name}.trellis` is stored, else plain from `{name}.weight` [out, in].
 
-        A stored bias is part of either. Quantized sizes may be the logical ones padded to 128, nothing else.
+        A stored bias is part of either. Quantized sizes may be the logical ones padded to 128, nothing else. inputs, outputs:
+        the features that this rank holds, beginning at a multiple of 128 and ending at one or at the last feature. Where
+        inputs are cut, the outputs are to be summed over the ranks, so that the first alone has the bias.
         """
+        cut = _Cut.of(in_features, out_features, inputs, outputs)
         if self._is_quantized(name):
-            self._exl3_format(name, in_features, out_features)
-            return Exl3Linear(self._trellis(name, in_features, out_features).to(self.device))
+            self._exl3_format(name, in_features, out_features, cut)
+            return Exl3Linear(self._trellis(name, in_features, out_features, cut).to(self.device))
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
             weight_name = f"{name}.trellis"  # the rest of a quantized matrix is there
-        weight = self.tensor(weight_name, (out_features, in_features))
+        weight = self.tensor(weight_name, (out_features, in_features), part=cut.plain)
         assert weight is not None
-        return PlainLinear(weight, self.tensor(f"{name}.bias", (out_features,), dtype=weight.dtype, optional=True))
+        bias = self.tensor(f"{name}.bias", (out_features,), dtype=weight.dtype, optional=True, part=cut.plain[:1])
+        return PlainLinear(weight, None if cut.follows else bias)
 
     def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
         """The output head: the stored one, or the embedding [vocab, hidden] where none is stored and the model is tied."""
+        rows = None if self.partition is None else self.partition.vocab
         stored = any(f"lm_head.{suffix}" in self.checkpoint.tensors for suffix in (*SUFFIXES, "weight"))
         if tied and not stored:
-            return PlainLinear(embedding, None)
-        return self.linear("lm_head", hidden_size, vocab_size)
+            return PlainLinear(embedding if rows is None else embedding[rows.start : rows.stop], None)
+        return self.linear("lm_head", hidden_size, vocab_size, outputs=rows)
 
     def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights | PlainExperts:
-        """The routed experts `{name}.{e}.{gate,up,down}_proj`, all quantized (rates and codebooks may differ) or all plain."""
+        """The routed experts `{name}.{e}.{gate,up,down}_proj`, all quantized (rates and codebooks may differ) or all plain.
+
+        Of a rank: its experts, or its part of each one's intermediate width.
+        """
         tensors = self.checkpoint.tensors
         matrices = [f"{name}.{expert}.{projection}" for expert in range(num_experts) for projection in PROJECTIONS]
         quantized = {matrix for matrix in matrices if self._is_quantized(matrix)}
@@ -136,11 +216,19 @@ class WeightSource:
         self._missing += absent
         wide, narrow = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
         sizes = dict(zip(PROJECTIONS, (wide, wide, narrow), strict=True))
+        mine, width = range(num_experts), range(intermediate_size)
+        if self.partition is not None:
+            mine, width = self.partition.experts, self.partition.moe
+        wide_cut = _Cut.of(*wide, None, width)
+        cuts = dict(zip(PROJECTIONS, (wide_cut, wide_cut, _Cut.of(*narrow, width, None)), strict=True))
         if not quantized:
-            return PlainExperts(*(self._plain_experts(name, each, num_experts, *sizes[each]) for each in PROJECTIONS))
+            each_plain = (self._plain_experts(name, each, num_experts, *sizes[each], mine, cuts[each]) for each in PROJECTIONS)
+            return PlainExperts(*each_plain)
         names = {each: [f"{name}.{expert}.{each}" for expert in range(num_experts)] for each in PROJECTIONS}
-        gate, up, down = (self._exl3_experts(names[each], *sizes[each], quantized) for each in PROJECTIONS)
-        return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        gate, up, down = (
+            self._exl3_experts(names[each], *sizes[each], quantized, mine=mine, cut=cuts[each]) for each in PROJECTIONS
+        )
+        return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=len(width))
 
     def expert_slices(
         self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
@@ -163,7 +251,10 @@ class WeightSource:
         wide, narrow = (hidden_size, width), (width, hidden_size)
         sizes = dict(zip(PROJECTIONS, (wide, wide, narrow), strict=True))
         slices = []
-        for rank in sliced.local(0, 1):
+        shard = Shard() if self.partition is None else self.partition.shard
+        if self.partition is not None and len(self.partition.experts) < num_experts:
+            raise FormatError(f"{name}: found experts stored in slices by width, required whole ones to divide by expert")
+        for rank in sliced.local(shard.rank, shard.size):
             gate, up, down = (
                 self._exl3_experts(
                     matrices := [f"{name}.{expert}.{each}.rank{rank}" for expert in range(num_experts)],
@@ -204,11 +295,12 @@ class WeightSource:
             if not bool(torch.isfinite(vector).all()):
                 raise FormatError(f"{wanted[info]}: found NaN or infinity, required finite values (rotation signs and scales)")
 
-    def _claim(self, name: str) -> TensorInfo | None:
+    def _claim(self, name: str, part: tuple[slice, ...] | None = ()) -> TensorInfo | None:
+        """What is stored as `name`, of which `part` will be read; None: nothing, it is another rank's."""
         info = self.checkpoint.tensors.get(name)
         if info is not None and name not in self._claimed:
             self._claimed.add(name)
-            self.claimed_bytes += info.nbytes
+            self.claimed_bytes += 0 if part is None else _part_bytes(info, part)
         return info
 
     def _absent(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -217,10 +309,12 @@ class WeightSource:
         self._missing.append(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _read(self, info: TensorInfo) -> Tensor:
-        tensor = self._reader.read(info)
-        self._bar.update(info.nbytes)
-        return tensor
+    def _read(self, info: TensorInfo, part: tuple[slice, ...] = ()) -> Tensor:
+        """`part` of a stored tensor, of which no more than that is read: files are mapped."""
+        if self._on_read is not None:
+            self._on_read()
+        self._bar.update(_part_bytes(info, part))
+        return self._reader.read(info)[part]
 
     def _is_quantized(self, name: str) -> bool:
         """Whether `{name}` is an EXL3 matrix; refuses a module that is stored both ways."""
@@ -231,11 +325,11 @@ class WeightSource:
             raise FormatError(f"{name}: found both .trellis and .weight, required one of them")
         return True
 
-    def _parts(self, name: str) -> dict[str, TensorInfo]:
-        """What is stored of the EXL3 matrix `name`, by suffix."""
+    def _parts(self, name: str, cut: _Cut | None = _WHOLE) -> dict[str, TensorInfo]:
+        """What is stored of the EXL3 matrix `name`, by suffix; cut None: of another rank's."""
         found = {}
         for suffix in SUFFIXES:
-            info = self._claim(f"{name}.{suffix}")
+            info = self._claim(f"{name}.{suffix}", None if cut is None else cut.exl3(suffix))
             if info is not None:
                 found[suffix] = info
         return found
@@ -265,31 +359,42 @@ class WeightSource:
         name: str,
         in_features: int,
         out_features: int,
+        cut: _Cut = _WHOLE,
         shared: _SharedVector | None = None,
         *,
         meta: bool | None = None,
     ) -> TrellisWeight:
-        """The checked matrix `name`, from headers on the meta device, else on the CPU."""
+        """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU."""
         meta = self._meta if meta is None else meta
         tensors = {}
         if shared is not None:
             tensors[f"{name}.{shared.suffix}"] = shared.vector.to("meta") if meta else shared.vector
-        for suffix, info in self._parts(name).items():
+        for suffix, info in self._parts(name, cut).items():
             full = f"{name}.{suffix}"
             if suffix in _MARKERS:
                 tensors[full] = self._marker(full)
                 self._bar.update(0 if meta else info.nbytes)
             elif meta:
-                tensors[full] = torch.empty(info.shape, dtype=info.torch_dtype, device="meta")
+                tensors[full] = torch.empty(info.shape, dtype=info.torch_dtype, device="meta")[cut.exl3(suffix)]
             else:
-                tensors[full] = self._read(info)
-        return TrellisWeight.from_tensors(tensors, name, in_features=in_features, out_features=out_features)
+                tensors[full] = self._read(info, cut.exl3(suffix))
+        if cut.follows:
+            tensors.pop(f"{name}.bias", None)
+        return TrellisWeight.from_tensors(tensors, name, **cut.sizes(in_features, out_features))
 
     def _exl3_format(
-        self, name: str, in_features: int, out_features: int, shared: _SharedVector | None = None
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        cut: _Cut | None = _WHOLE,
+        shared: _SharedVector | None = None,
     ) -> tuple[int, Codebook]:
-        """(2K, codebook) of a stored matrix, checked from headers and markers; matrices that look alike are checked once."""
-        parts = self._parts(name)
+        """(2K, codebook) of a stored matrix, checked from headers and markers; matrices that look alike are checked once.
+
+        The whole matrix is checked, and claimed as `_parts` does.
+        """
+        parts = self._parts(name, cut)
         # equal markers are one tensor, see `_marker`
         markers = (id(self._marker(f"{name}.{suffix}")) for suffix in parts if suffix in _MARKERS)
         key = (
@@ -300,33 +405,50 @@ class WeightSource:
             *markers,
         )
         if key not in self._formats:
-            weight = self._trellis(name, in_features, out_features, shared, meta=True)
+            weight = self._trellis(name, in_features, out_features, shared=shared, meta=True)
             self._formats[key] = (weight.twice_bits, weight.codebook)
         return self._formats[key]
 
     def _exl3_experts(
-        self, matrices: Sequence[str], in_features: int, out_features: int, stored: set[str], shared: str | None = None
+        self,
+        matrices: Sequence[str],
+        in_features: int,
+        out_features: int,
+        stored: set[str],
+        shared: str | None = None,
+        *,
+        mine: range | None = None,
+        cut: _Cut = _WHOLE,
     ) -> ExpertProjection:
-        """One projection of all experts, `matrices` in their order; shared: the name of the vector that all of them share."""
+        """One projection of all experts, `matrices` in their order; shared: the name of the vector that all of them share.
+
+        mine: which of the experts this rank has, default all; cut: what it has of each.
+        """
+        mine = range(len(matrices)) if mine is None else mine
         common = None if shared is None else self._shared_vector(shared, in_features, out_features)
         formats = []
-        for matrix in matrices:
+        for expert, matrix in enumerate(matrices):
             if f"{matrix}.bias" in self.checkpoint.tensors:
                 raise FormatError(f"{matrix}.bias: found a bias, required none (experts have no bias)")
             # a missing expert is on the list of missing tensors already; any format stands in for it in the preflight
-            known = matrix in stored
-            formats.append(self._exl3_format(matrix, in_features, out_features, common) if known else (2, Codebook.MCG))
-        sizes = padded_size(in_features), padded_size(out_features)
+            found = (2, Codebook.MCG)
+            if matrix in stored:
+                part = cut if expert in mine else None
+                found = self._exl3_format(matrix, in_features, out_features, part, common)
+            formats.append(found)
+        local = cut.sizes(in_features, out_features)
+        sizes = padded_size(local["in_features"]), padded_size(local["out_features"])
         kind = common.suffix if common is not None else None
         slabs = ExpertProjection.allocate(
-            formats, *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
+            formats[mine.start : mine.stop], *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
         )
         if not self._meta:
-            for expert, matrix in enumerate(matrices):
-                weight, slot = self._trellis(matrix, in_features, out_features, common), slabs.expert(expert)
+            for slot_index, expert in enumerate(mine):
+                weight = self._trellis(matrices[expert], in_features, out_features, cut, common)
+                slot = slabs.expert(slot_index)
                 slot.trellis.copy_(weight.trellis)
                 for suffix in ("suh", "svh"):
-                    if expert == 0 or suffix != kind:
+                    if slot_index == 0 or suffix != kind:
                         getattr(slot, suffix).copy_(getattr(weight, suffix))
         return slabs
 
@@ -339,16 +461,19 @@ class WeightSource:
         check_scales(name, vector, padded_size(in_features if suffix == "suh" else out_features))
         return _SharedVector(suffix, vector)
 
-    def _plain_experts(self, name: str, projection: str, num_experts: int, in_features: int, out_features: int) -> Tensor:
+    def _plain_experts(
+        self, name: str, projection: str, num_experts: int, in_features: int, out_features: int, mine: range, cut: _Cut
+    ) -> Tensor:
         shape = (out_features, in_features)
-        slab = torch.empty(num_experts, *shape, dtype=self.dtype, device=self.device)
+        local = torch.empty(shape, device="meta")[cut.plain].shape
+        slab = torch.empty(len(mine), *local, dtype=self.dtype, device=self.device)
         for expert in range(num_experts):
             full = f"{name}.{expert}.{projection}.weight"
-            info = self._claim(full)
+            info = self._claim(full, cut.plain if expert in mine else None)
             if info is not None:
                 _check_plain(full, info, shape)
-                if not self._meta:
-                    slab[expert].copy_(self._read(info))
+                if not self._meta and expert in mine:
+                    slab[expert - mine.start].copy_(self._read(info, cut.plain))
         return slab
 
 

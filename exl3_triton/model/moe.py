@@ -12,15 +12,20 @@ from ..format import ExpertWeights
 from ..plan import BoundMoe
 from .config import ModelConfig
 from .layers import GatedMLP, PlainExperts
+from .parallel import Partition
 
 
 class MoE(nn.Module):
-    """shared(x) + sum over the chosen experts of weight * expert(x); the routed sum runs in fp32."""
+    """shared(x) + sum over the chosen experts of weight * expert(x); the routed sum runs in fp32.
+
+    A rank has a part of every expert's width, or some of the experts, and a part of the shared expert; every rank routes.
+    """
 
     gate: Tensor
     correction_bias: Tensor | None
+    expert_map: Tensor | None
 
-    def __init__(self, config: ModelConfig, source: Any, layer: int):
+    def __init__(self, config: ModelConfig, source: Any, layer: int, partition: Partition):
         super().__init__()
         self.config = c = config
         name = f"layers.{layer}.mlp"
@@ -35,7 +40,19 @@ class MoE(nn.Module):
         )
         self.bound: BoundMoe | None = None  # the model's plan over its arena; without one a call allocates its scratch
         width = c.moe_intermediate_size * c.num_shared_experts
-        self.shared = GatedMLP(source, f"{name}.shared_experts", c.hidden_size, width) if width else None
+        part = partition.shared
+        self.shared = GatedMLP(source, f"{name}.shared_experts", c.hidden_size, width, part) if width else None
+        self.shared_group = partition.group_of(part, width)
+        by_expert = partition.group_of(partition.experts, c.num_experts)
+        held = (
+            partition.moe if isinstance(self.experts, PlainExperts) else range(sum(e.intermediate_size for e in self.experts))
+        )
+        self.group = by_expert or partition.group_of(held, c.moe_intermediate_size)
+        expert_map = None
+        if by_expert:
+            numbers = torch.arange(c.num_experts, dtype=torch.int32) - partition.experts.start
+            expert_map = numbers.where((numbers >= 0) & (numbers < len(partition.experts)), -1).to(self.gate.device)
+        self.register_buffer("expert_map", expert_map, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] (normed) -> fp32 [T, hidden]."""
@@ -52,18 +69,25 @@ class MoE(nn.Module):
             scaling=c.routed_scaling_factor,
         )
         routed = self._routed(x, ids, weights)
-        return routed if self.shared is None else routed + self.shared(x)
+        if self.shared is None:
+            return ops.all_reduce(routed, self.group)
+        shared = self.shared(x)
+        if self.group == self.shared_group:
+            return ops.all_reduce(routed.add_(shared), self.group)
+        return ops.all_reduce(routed, self.group) + ops.all_reduce(shared, self.shared_group)
 
     def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """fp32 [T, hidden]; slices are added in the order of their ranks."""
+        """fp32 [T, hidden], this rank's part of the routed sum; slices are added in the order of their ranks."""
         if isinstance(self.experts, PlainExperts):
-            return ops.plain_moe(x, self.experts.gate, self.experts.up, self.experts.down, ids, weights)
+            plain, local = self.experts, ids if self.expert_map is None else self.expert_map[ids]
+            return ops.plain_moe(x, plain.gate, plain.up, plain.down, local, weights)
         total: Tensor | None = None
         for experts in self.experts:
             if self.bound is not None:
-                out = self.bound(x, experts, ids, weights, out=torch.empty(x.shape, dtype=torch.float32, device=x.device))
+                out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+                out = self.bound(x, experts, ids, weights, out=out, expert_map=self.expert_map)
             else:
-                out = ops.moe(x, experts, ids, weights, out_dtype=torch.float32)
+                out = ops.moe(x, experts, ids, weights, out_dtype=torch.float32, expert_map=self.expert_map)
             total = out if total is None else total.add_(out)
         assert total is not None  # a process has at least one slice
         return total

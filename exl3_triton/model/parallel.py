@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from ..format import HADAMARD
 from .config import ModelConfig
 
+UNJOINED = "unjoined"  # name of the group of a rank that was built alone, for tests and inspection: it has no partners to run
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -98,6 +100,16 @@ class Partition:
     def local(self, config: ModelConfig) -> ModelConfig:
         """`config` with this rank's heads: what attention and its cache are built from."""
         return replace(config, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads))
+
+    def group_of(self, part: range, count: int) -> str | None:
+        """The group over which outputs are to be summed: None where `part` is all of `count` and the output complete."""
+        return self.group or UNJOINED if len(part) < count else None
+
+    def head_columns(self, vocab_size: int) -> tuple[list[int], str | None]:
+        """Every rank's number of columns of the logits, and the group that joins them: None where all have them all."""
+        group = self.group_of(self.vocab, vocab_size)
+        sizes = [len(Shard(rank, self.shard.size).part(vocab_size, HADAMARD)) for rank in range(self.shard.size)]
+        return (sizes, group) if group else ([vocab_size], None)
 
     def describe(self) -> str:
         """One line on what is divided and what is whole on every rank."""
