@@ -13,7 +13,6 @@ import mmap
 import os
 import re
 import struct
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -304,7 +303,7 @@ class TensorReader:
         self._stack.close()
 
     def read(self, info: TensorInfo) -> Tensor:
-        """The tensor on the CPU, mapped from the file where its alignment allows (not to be written to), else copied."""
+        """The tensor on the CPU, mapped from the file where its alignment allows, else copied."""
         dtype = info.torch_dtype
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
@@ -338,11 +337,9 @@ class TensorReader:
 
 
 def _map(path: Path) -> Tensor:
-    """A file as uint8, mapped."""
-    with path.open("rb") as file, warnings.catch_warnings():
-        # torch has no read-only tensors, and says so
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)
+    """A file as uint8, mapped; what is written to a tensor stays in memory and never reaches the file."""
+    with path.open("rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def _pread(file: BinaryIO, start: int, length: int) -> bytes:

@@ -6,7 +6,7 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..format import (
     FormatError,
     TrellisWeight,
     check_scales,
+    expand_signs,
     padded_size,
 )
 from .checkpoint import Checkpoint, TensorInfo, listing
@@ -30,6 +31,7 @@ from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
 from .parallel import Partition, Shard
 from .rank_sliced import PROJECTIONS, SECTION, RankSliced
+from .transfer import Uploader
 
 # kept in fp32 whatever is asked for: expert choice and index scores flip on near-ties when these are rounded
 FP32_NAMES = ("mlp.gate.e_score_correction_bias", "self_attn.indexer.weights_proj.weight")
@@ -130,16 +132,18 @@ class WeightSource:
         self._claimed: set[str] = set()
         self._missing: list[str] = []
         self._formats: dict[tuple[Any, ...], tuple[int, Codebook]] = {}
+        self._others: set[str] = set()  # slices of other ranks, which are no concern of this one
         self._reader = checkpoint.reader()
+        self._uploader = Uploader(self.device)
         self._markers: dict[str, Tensor] | None = None
-        self._bar = tqdm(
-            total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=self._meta or not progress
-        )
+        hidden = self._meta or not progress
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="loading", disable=hidden)
 
     def __enter__(self) -> WeightSource:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._uploader.finish()
         self._bar.close()
         self._reader.__exit__(*exc)
 
@@ -165,7 +169,7 @@ class WeightSource:
         _check_plain(name, info, shape)
         if self._meta:
             return torch.empty(shape, dtype=dtype, device="meta")[part]
-        return self._read(info, part).to(device=self.device, dtype=dtype)
+        return self._uploader.place(self._read(info, part), dtype)
 
     def linear(
         self, name: str, in_features: int, out_features: int, *, inputs: range | None = None, outputs: range | None = None
@@ -179,7 +183,10 @@ class WeightSource:
         cut = _Cut.of(in_features, out_features, inputs, outputs)
         if self._is_quantized(name):
             self._exl3_format(name, in_features, out_features, cut)
-            return Exl3Linear(self._trellis(name, in_features, out_features, cut).to(self.device))
+            matrix, place = self._trellis(name, in_features, out_features, cut), self._uploader.place
+            bias = None if matrix.bias is None else place(matrix.bias)
+            placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
+            return Exl3Linear(TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features))
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
             weight_name = f"{name}.trellis"  # the rest of a quantized matrix is there
@@ -265,7 +272,7 @@ class WeightSource:
                 for each in PROJECTIONS
             )
             slices.append(ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=width))
-        self._claimed.update(sliced.names(int(name.split(".")[1])))  # checked by RankSliced; other ranks' are not ours to load
+        self._others.update(sliced.names(int(name.split(".")[1])))  # checked by RankSliced
         return tuple(slices)
 
     def finish(self, ignored_prefixes: Iterable[str] = ()) -> None:
@@ -277,7 +284,10 @@ class WeightSource:
         unexpected = [
             name
             for name in self.checkpoint.tensors
-            if name not in self._claimed and not name.startswith(prefixes) and not name.endswith("rotary_emb.inv_freq")
+            if name not in self._claimed
+            and name not in self._others
+            and not name.startswith(prefixes)
+            and not name.endswith("rotary_emb.inv_freq")
         ]
         parts = []
         if self._missing:
@@ -443,14 +453,21 @@ class WeightSource:
             formats[mine.start : mine.stop], *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
         )
         if not self._meta:
-            for slot_index, expert in enumerate(mine):
-                weight = self._trellis(matrices[expert], in_features, out_features, cut, common)
-                slot = slabs.expert(slot_index)
-                slot.trellis.copy_(weight.trellis)
-                for suffix in ("suh", "svh"):
-                    if slot_index == 0 or suffix != kind:
-                        getattr(slot, suffix).copy_(getattr(weight, suffix))
+            parts = [self._parts(matrices[expert], cut) for expert in mine]
+            fill = self._uploader.fill
+            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in parts))
+            for suffix, slab in (("suh", slabs.suh), ("svh", slabs.svh)):
+                if common is not None and common.suffix == suffix:
+                    fill(slab, [common.vector])
+                else:
+                    fill(slab, (self._scales(each, suffix, cut) for each in parts))
         return slabs
+
+    def _scales(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
+        """The stored "suh" or "svh", or its legacy spelling; `check_scales` has seen the values."""
+        if suffix in parts:
+            return self._read(parts[suffix], cut.exl3(suffix))
+        return expand_signs(self._read(parts[suffix[:2]], cut.exl3(suffix[:2])))
 
     def _shared_vector(self, name: str, in_features: int, out_features: int) -> _SharedVector:
         suffix = name.rpartition(".")[2]
@@ -473,7 +490,7 @@ class WeightSource:
             if info is not None:
                 _check_plain(full, info, shape)
                 if not self._meta and expert in mine:
-                    slab[expert - mine.start].copy_(self._read(info, cut.plain))
+                    self._uploader.fill(slab[expert - mine.start], [self._read(info, cut.plain)])
         return slab
 
 

@@ -17,16 +17,18 @@ class Uploader:
     once. On a GPU copies run on a stream of their own, which the current stream waits for; sources may go when a call returns.
     """
 
-    def __init__(self, device: torch.device, staging_bytes: int = STAGING_BYTES):
+    def __init__(self, device: torch.device):
         self.device = device
-        self._bytes = staging_bytes
+        self._bytes = STAGING_BYTES
         self._turn = 0
         self._buffers: list[Tensor] = []
         self._free: list[torch.cuda.Event] = []  # recorded behind the last copy out of each buffer
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous copy of `source`, any strides, on the device; dtype: default the source's."""
+        """`source`, any strides, on the device and contiguous; dtype: default the source's. On a CPU a copy only if needed."""
+        if self.device.type == "cpu":
+            return source.to(dtype or source.dtype).contiguous()
         target = torch.empty(source.shape, dtype=dtype or source.dtype, device=self.device)
         self.fill(target, [source])
         return target
