@@ -290,7 +290,7 @@ class TensorReader:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._maps: dict[str, Tensor] = {}
+        self._maps: dict[str, mmap.mmap] = {}
         self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
 
@@ -308,16 +308,16 @@ class TensorReader:
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         try:
-            mapped = self._maps.get(info.file)
-            if mapped is None:
-                mapped = self._maps[info.file] = _map(self._directory / info.file)
+            if info.file not in self._maps:
+                self._maps[info.file] = _map(self._directory / info.file)
+            # headers need not be padded, so that data may start at any byte
+            if info.offset % dtype.itemsize:
+                raw = torch.frombuffer(self._maps[info.file], dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+                return raw.clone().view(dtype).view(info.shape)
+            count = info.nbytes // dtype.itemsize
+            return torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.offset).view(info.shape)
         except (OSError, ValueError) as error:
             raise FormatError(f"{self._directory / info.file}: {info.name} cannot be read ({error})") from error
-        raw = mapped[info.offset : info.offset + info.nbytes]
-        if raw.numel() != info.nbytes:
-            raise FormatError(f"{self._directory / info.file}: {info.name} cannot be read, the file has been truncated")
-        # headers need not be padded, so that data may start at any byte
-        return (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype).view(info.shape)
 
     def read_small(self, infos: Iterable[TensorInfo], gap: int = 4096) -> Iterator[tuple[TensorInfo, bytes]]:
         """The raw bytes of many small tensors, in file order; neighbours less than `gap` bytes apart share one read."""
@@ -336,10 +336,10 @@ class TensorReader:
         return self._files[file]
 
 
-def _map(path: Path) -> Tensor:
-    """A file as uint8, mapped; what is written to a tensor stays in memory and never reaches the file."""
+def _map(path: Path) -> mmap.mmap:
+    """The file, mapped; what is written to a tensor over it stays in memory and never reaches the file."""
     with path.open("rb") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _pread(file: BinaryIO, start: int, length: int) -> bytes:

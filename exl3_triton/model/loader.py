@@ -37,6 +37,7 @@ from .transfer import Uploader
 FP32_NAMES = ("mlp.gate.e_score_correction_bias", "self_attn.indexer.weights_proj.weight")
 _MARKERS = {codebook.label: codebook for codebook in Codebook if codebook.marker is not None}
 _PLAIN_DTYPES = ("F32", "F16", "BF16")
+_SCALES_TOGETHER = 4 << 20  # bytes of scales looked at in one go
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
@@ -71,7 +72,9 @@ class _Cut(NamedTuple):
         return _slice(self.outputs), _slice(self.inputs)
 
     def exl3(self, suffix: str) -> tuple[slice, ...]:
-        """Of a tensor of an EXL3 matrix."""
+        """Of a tensor of an EXL3 matrix; () where it is whole."""
+        if self.inputs is None and self.outputs is None:
+            return ()
         if suffix == "trellis":
             return _slice(self.inputs, TILE), _slice(self.outputs, TILE)
         if suffix in ("suh", "su"):
@@ -95,6 +98,7 @@ def _slice(part: range | None, unit: int = 1) -> slice:
 
 
 def _part_bytes(info: TensorInfo, part: tuple[slice, ...]) -> int:
+    """Bytes of `part` of a stored tensor; () is all of it."""
     size = info.nbytes
     for length, taken in zip(info.shape, part):
         size = size * len(range(*taken.indices(length))) // max(length, 1)
@@ -182,8 +186,9 @@ class WeightSource:
         """
         cut = _Cut.of(in_features, out_features, inputs, outputs)
         if self._is_quantized(name):
-            self._exl3_format(name, in_features, out_features, cut)
-            matrix, place = self._trellis(name, in_features, out_features, cut), self._uploader.place
+            parts = self._parts(name, cut)
+            self._exl3_format(name, in_features, out_features, parts)
+            matrix, place = self._trellis(name, in_features, out_features, cut, parts=parts), self._uploader.place
             bias = None if matrix.bias is None else place(matrix.bias)
             placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
             return Exl3Linear(TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features))
@@ -300,10 +305,15 @@ class WeightSource:
     def check_scales(self) -> None:
         """Refuse NaN and infinity in the claimed matrices' scales, one percent of the file, before the rest is read."""
         wanted = {self.checkpoint.tensors[name]: name for name in self._claimed if name.endswith((".suh", ".svh"))}
+        batch: list[tuple[TensorInfo, bytes]] = []
+        pending = 0
         for info, raw in self._reader.read_small(wanted):
-            vector = torch.frombuffer(bytearray(raw), dtype=torch.float16)
-            if not bool(torch.isfinite(vector).all()):
-                raise FormatError(f"{wanted[info]}: found NaN or infinity, required finite values (rotation signs and scales)")
+            batch.append((info, raw))
+            pending += len(raw)
+            if pending > _SCALES_TOGETHER:
+                _check_finite(batch, wanted)
+                batch, pending = [], 0
+        _check_finite(batch, wanted)
 
     def _claim(self, name: str, part: tuple[slice, ...] | None = ()) -> TensorInfo | None:
         """What is stored as `name`, of which `part` will be read; None: nothing, it is another rank's."""
@@ -372,14 +382,18 @@ class WeightSource:
         cut: _Cut = _WHOLE,
         shared: _SharedVector | None = None,
         *,
+        parts: Mapping[str, TensorInfo] | None = None,
         meta: bool | None = None,
     ) -> TrellisWeight:
-        """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU."""
+        """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU.
+
+        parts: what `_parts` has found of it.
+        """
         meta = self._meta if meta is None else meta
         tensors = {}
         if shared is not None:
             tensors[f"{name}.{shared.suffix}"] = shared.vector.to("meta") if meta else shared.vector
-        for suffix, info in self._parts(name, cut).items():
+        for suffix, info in (self._parts(name, cut) if parts is None else parts).items():
             full = f"{name}.{suffix}"
             if suffix in _MARKERS:
                 tensors[full] = self._marker(full)
@@ -397,14 +411,10 @@ class WeightSource:
         name: str,
         in_features: int,
         out_features: int,
-        cut: _Cut | None = _WHOLE,
+        parts: Mapping[str, TensorInfo],
         shared: _SharedVector | None = None,
     ) -> tuple[int, Codebook]:
-        """(2K, codebook) of a stored matrix, checked from headers and markers; matrices that look alike are checked once.
-
-        The whole matrix is checked, and claimed as `_parts` does.
-        """
-        parts = self._parts(name, cut)
+        """(2K, codebook) of a stored matrix, checked whole from headers and markers; what looks alike is checked once."""
         # equal markers are one tensor, see `_marker`
         markers = (id(self._marker(f"{name}.{suffix}")) for suffix in parts if suffix in _MARKERS)
         key = (
@@ -415,7 +425,7 @@ class WeightSource:
             *markers,
         )
         if key not in self._formats:
-            weight = self._trellis(name, in_features, out_features, shared=shared, meta=True)
+            weight = self._trellis(name, in_features, out_features, shared=shared, parts=parts, meta=True)
             self._formats[key] = (weight.twice_bits, weight.codebook)
         return self._formats[key]
 
@@ -436,15 +446,15 @@ class WeightSource:
         """
         mine = range(len(matrices)) if mine is None else mine
         common = None if shared is None else self._shared_vector(shared, in_features, out_features)
-        formats = []
+        formats, parts = [], []
         for expert, matrix in enumerate(matrices):
             if f"{matrix}.bias" in self.checkpoint.tensors:
                 raise FormatError(f"{matrix}.bias: found a bias, required none (experts have no bias)")
             # a missing expert is on the list of missing tensors already; any format stands in for it in the preflight
             found = (2, Codebook.MCG)
             if matrix in stored:
-                part = cut if expert in mine else None
-                found = self._exl3_format(matrix, in_features, out_features, part, common)
+                parts.append(self._parts(matrix, cut if expert in mine else None))
+                found = self._exl3_format(matrix, in_features, out_features, parts[-1], common)
             formats.append(found)
         local = cut.sizes(in_features, out_features)
         sizes = padded_size(local["in_features"]), padded_size(local["out_features"])
@@ -453,14 +463,13 @@ class WeightSource:
             formats[mine.start : mine.stop], *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
         )
         if not self._meta:
-            parts = [self._parts(matrices[expert], cut) for expert in mine]
-            fill = self._uploader.fill
-            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in parts))
+            local_parts, fill = parts[mine.start : mine.stop], self._uploader.fill
+            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in local_parts))
             for suffix, slab in (("suh", slabs.suh), ("svh", slabs.svh)):
                 if common is not None and common.suffix == suffix:
                     fill(slab, [common.vector])
                 else:
-                    fill(slab, (self._scales(each, suffix, cut) for each in parts))
+                    fill(slab, (self._scales(each, suffix, cut) for each in local_parts))
         return slabs
 
     def _scales(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
@@ -492,6 +501,17 @@ class WeightSource:
                 if not self._meta and expert in mine:
                     self._uploader.fill(slab[expert - mine.start], [self._read(info, cut.plain)])
         return slab
+
+
+def _check_finite(batch: Sequence[tuple[TensorInfo, bytes]], names: Mapping[TensorInfo, str]) -> None:
+    """Refuses NaN and infinity in stored fp16 vectors: all of them together, and one by one to find the culprit."""
+
+    def finite(raw: bytes) -> bool:
+        return not raw or bool(torch.isfinite(torch.frombuffer(bytearray(raw), dtype=torch.float16)).all())
+
+    if not finite(b"".join(raw for _, raw in batch)):
+        wrong = next(names[info] for info, raw in batch if not finite(raw))
+        raise FormatError(f"{wrong}: found NaN or infinity, required finite values (rotation signs and scales)")
 
 
 class _SharedVector(NamedTuple):

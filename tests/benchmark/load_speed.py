@@ -34,16 +34,22 @@ CODES = {torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch
 
 def write(directory: pathlib.Path, layers: int, tp: int) -> int:
     """The checkpoint: one dense layer and `layers` of experts, one file a layer; returns its bytes."""
-    config = json.loads(PRESET.read_text())
-    config |= {"num_hidden_layers": layers + 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1}
-    config |= {"mlp_layer_types": ["dense"] + ["sparse"] * layers, "indexer_types": ["full"] + ["shared"] * layers}
+
+    def sizes(layers: int) -> dict:
+        kinds = {"mlp_layer_types": ["dense"] + ["sparse"] * layers, "indexer_types": ["full"] + ["shared"] * layers}
+        return {"num_hidden_layers": layers + 1, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1, **kinds}
+
     with torch.device("meta"):
-        model = Fabricated(quantized=False, **config).rank_slice(tp)
-    (directory / "config.json").write_text(json.dumps(model.config))
+        model = Fabricated(quantized=False, **json.loads(PRESET.read_text()) | sizes(1)).rank_slice(tp)
+    config = model.config | sizes(layers)
+    config["hybrid_tr3_tail"]["moe_layers"] = [1, layers]
+    (directory / "config.json").write_text(json.dumps(config))
     files: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, tensor in model.tensors.items():
         layer = name.split(".")[2] if ".layers." in name else "rest"
-        files.setdefault(f"model-layer-{layer}.safetensors", {})[name] = (CODES[tensor.dtype], tuple(tensor.shape))
+        for copy in range(1, layers + 1) if layer == "1" else (layer,):
+            copied = name.replace(".layers.1.", f".layers.{copy}.")
+            files.setdefault(f"model-layer-{copy}.safetensors", {})[copied] = (CODES[tensor.dtype], tuple(tensor.shape))
     for file, tensors in files.items():
         write_headers_only(directory / file, tensors)
     write_index(directory, {name: file for file, tensors in files.items() for name in tensors})
