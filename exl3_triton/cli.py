@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(generate)
     _speculate_argument(generate)
     _kv_argument(generate)
+    _graphs_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(chat)
     _speculate_argument(chat)
     _kv_argument(chat)
+    _graphs_argument(chat)
     chat.set_defaults(run=_chat)
 
     evaluate = commands.add_parser(
@@ -146,6 +148,12 @@ def _speculate_argument(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens drafted a step by the next-token layer, 1..5 (default: 0)",
+    )
+
+
+def _graphs_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_const", const=False, help="decode without CUDA graphs, to compare"
     )
 
 
@@ -216,7 +224,8 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate, kv=arguments.kv)
+    options = {name: getattr(arguments, name) for name in ("speculate", "kv", "graphs")}
+    llm = LLM(arguments.model, device=device, dtype=dtype, **options)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm
 

@@ -360,7 +360,7 @@ def test_sampled_tokens_have_the_trunks_distribution_through_pauses():
     llm = LLM(model, speculate=3, max_batch=6, cache_tokens=7 * PAGE)
     prompts = [[random.randrange(vocab)] for _ in range(count)]
     texts = collect(llm.generate(prompts, options), count)[0]
-    assert llm.scheduling.pauses > 20
+    assert llm.scheduling.pauses > 5
     observed = torch.zeros(vocab, vocab, dtype=torch.float64)
     for prompt, text in zip(prompts, texts):
         for source, target in zip([*prompt, *text], text):
