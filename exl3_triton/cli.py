@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(generate)
     _speculate_argument(generate)
     _kv_argument(generate)
+    _graphs_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(chat)
     _speculate_argument(chat)
     _kv_argument(chat)
+    _graphs_argument(chat)
     chat.set_defaults(run=_chat)
 
     evaluate = commands.add_parser(
@@ -196,6 +198,12 @@ def _speculate_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _graphs_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_const", const=False, help="decode without CUDA graphs, to compare"
+    )
+
+
 def _kv_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv",
@@ -263,7 +271,8 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate, kv=arguments.kv)
+    options = {name: getattr(arguments, name) for name in ("speculate", "kv", "graphs")}
+    llm = LLM(arguments.model, device=device, dtype=dtype, **options)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm
 

@@ -12,7 +12,6 @@ live on the host, and their masks go to the device before each step.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference import PAGE
-from .cache import Batch, PageAllocator, check_kv, pages_for
+from .cache import PAGE, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
+from .graphs import DecodeGraphs, use_graphs
 from .prompts import Prompt, as_list, tokens_of
-from .rows import DecodeRows, cache_slots
+from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
-from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, to_host
+from .scheduler import Chunk, Scheduler, SchedulerStats
+from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, pack, unpack
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
 from .transformer import Transformer, load
@@ -50,6 +50,8 @@ class LLM:
             distribution, greedy text is the same up to rounding at ties.
         kv: how the trunk's cache is stored: "bf16" (which stands for the model's dtype), "fp8", and for MLA "nvfp4" and
             "nvfp4-fp8rope" (`kv_format`). Packed rows take less memory and cost accuracy; the draft's cache is never packed.
+        graphs: whether the decode step runs as CUDA graphs (`graphs.py`). Default: on a GPU, unless experts are unquantized
+            (their row counts are read on the host). True requires it.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
             out.
 
@@ -77,6 +79,8 @@ class LLM:
         prefill_chunk: int = 512,
         speculate: int = 0,
         kv: str = "bf16",
+        graphs: bool | None = None,
+        prefix_caching: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value in (
@@ -120,9 +124,17 @@ class LLM:
         self.cache = model.new_cache(num_pages + 1, kv=kv)
         self.kv = kv
         self._allocator = PageAllocator(num_pages + 1)
+        self._scheduler = Scheduler(
+            self._allocator,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            num_drafts=speculate,
+            prefix_caching=prefix_caching,
+        )
         self._rows = DecodeRows(max_batch, pages_for(self.max_context), model.device)
-        self._sampling = SamplingBatch.from_params([], [], model.device)
-        self._seen: Tensor | None = None
+        self._sampling = SamplingBatch.buffers(max_batch, model.device)
+        self._seen: Tensor | None = None  # bool [max_batch, vocab], once a row has a repetition penalty
+        self._masks: Tensor | None = None  # int32 [max_batch * rows of each, words], once a row has a grammar
         self._grammars: GrammarCompiler | None = None
         self._speculator: Speculator | None = None
         if speculate:
@@ -134,7 +146,14 @@ class LLM:
                 max_context=self.max_context,
                 vocab_size=self.vocab_size,
             )
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs(model, graphs):
+            self._graphs = DecodeGraphs(max_batch, model.device, buffers=self._step_buffers, clear=self._clear_rows)
         self._busy = False
+
+    @property
+    def scheduling(self) -> SchedulerStats:
+        return self._scheduler.stats
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -175,7 +194,8 @@ class LLM:
     def describe(self) -> str:
         """One line: device, dtypes, the cache and the kernels in use."""
         packed = "" if self.kv == "bf16" else f", cache packed as {self.kv}"
-        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache"
+        graphs = "" if self._graphs is None else ", decode steps as CUDA graphs"
+        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache{graphs}"
 
     def _check_idle(self) -> None:
         if self._busy:
@@ -200,7 +220,7 @@ class LLM:
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
         return SequenceState(
             index=index,
-            prompt=tokens,
+            tokens=tokens,
             params=params,
             seed=resolve_seed(params),
             limit=min(params.max_tokens, self.max_context - len(tokens) + 1),
@@ -220,76 +240,51 @@ class LLM:
     def _run(self, sequences: Sequence[SequenceState]) -> Iterator[Output]:
         self._check_idle()
         self._busy = True
-        waiting = deque(sequences)
-        prefilling: deque[SequenceState] = deque()
-        decoding: list[SequenceState] = []
+        scheduler = self._scheduler
         try:
-            while waiting or prefilling or decoding:
-                while (
-                    waiting
-                    and len(prefilling) + len(decoding) < self.max_batch
-                    and waiting[0].pages_needed <= self._allocator.available
-                ):
-                    sequence = waiting.popleft()
-                    sequence.pages = self._allocator.allocate(sequence.pages_needed)
-                    prefilling.append(sequence)
-                outputs: list[Output] = []
-                joined: list[SequenceState] = []
-                if decoding:
-                    outputs += self._decode(decoding)
-                if prefilling and (first := self._prefill(prefilling[0])) is not None:
-                    outputs.append(first)
-                    joined.append(prefilling.popleft())
-                ended = {output.index for output in outputs if output.finish_reason is not None}
-                if ended or joined:
-                    for sequence in decoding + joined:
-                        if sequence.index in ended:
-                            self._release(sequence)
-                    decoding = [sequence for sequence in decoding + joined if sequence.index not in ended]
-                    self._load(decoding)
+            scheduler.add(sequences)
+            while scheduler.busy:
+                outputs = self._decode(scheduler.decoding) if scheduler.decoding else []
+                chunks = scheduler.next_chunks()
+                if chunks:
+                    outputs += self._prefill(chunks)
+                added = scheduler.settle(chunks)
+                if scheduler.decoding == self._rows.sequences:
+                    self._rows.add_pages(added)
+                else:
+                    self._load(scheduler.decoding)
                 yield from outputs
         finally:
-            for sequence in (*prefilling, *decoding):
-                self._release(sequence)
+            scheduler.clear()
             self._busy = False
 
-    def _release(self, sequence: SequenceState) -> None:
-        self._allocator.free(sequence.pages)
-        sequence.pages, sequence.row = [], None
-
     @torch.inference_mode()
-    def _prefill(self, sequence: SequenceState) -> Output | None:
-        """Feed one chunk of the prompt; with its last chunk, choose the first token."""
-        start = sequence.prefilled
-        end = min(start + self.prefill_chunk, len(sequence.prompt))
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Output]:
+        """Feed chunks of prompts; where a prompt ends, choose its first token."""
         device = self.model.device
-        table = torch.zeros(1, self._rows.block_table.shape[1], dtype=torch.int32)
-        table[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        positions = torch.arange(start, end)
-        batch = Batch(
-            tokens=torch.tensor(sequence.prompt[start:end]).to(device),
-            positions=positions.to(device),
-            slots=cache_slots(table.expand(end - start, -1), positions).to(device),
-            block_table=table.to(device),
-            sequence=torch.zeros(end - start, dtype=torch.int32, device=device),
-            max_context=end,
-            prefill=True,
-        )
+        batch = prefill_batch(chunks, self._rows.block_table.shape[1], device)
         hidden = self.model(batch, self.cache)
-        sequence.prefilled = end
-        following = torch.tensor(sequence.prompt[start + 1 : end + 1], dtype=torch.int64).to(device)
-        if end < len(sequence.prompt):
-            if self._speculator is not None:
-                self._speculator.prefill(batch, hidden, following)
-            return None
-        logits = self.model.compute_logits(hidden[-1:])[:, : self.vocab_size]
-        parameters = SamplingBatch.from_params([sequence.params], [sequence.seed], device)
-        seen = self._seen_by([sequence]) if parameters.penalized else None
-        place = torch.full((1,), end, device=device)
-        sampled = sample(logits, parameters, place, seen=seen, allowed=self._allowed([sequence], 1))
+        ends = torch.tensor([chunk.end - chunk.start for chunk in chunks]).cumsum(0) - 1
+        last = ends[[chunk.samples for chunk in chunks]].to(device)
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = self._first_tokens(hidden[last], sequences) if sequences else None
         if self._speculator is not None:
-            self._speculator.prefill(batch, hidden, torch.cat([following, sampled.tokens.clamp(min=0)]))
-        return self._accept([sequence], sampled)[0]
+            # the token behind each one; behind a prompt's last the one just chosen
+            fed = [chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1] + [0] * chunk.samples for chunk in chunks]
+            following = torch.cat([torch.tensor(tokens) for tokens in fed]).to(device)
+            if sampled is not None:
+                following[last] = sampled.tokens.clamp(min=0)
+            self._speculator.prefill(batch, hidden, following)
+        return [] if sampled is None else self._accept(sequences, pack(sampled))
+
+    def _first_tokens(self, hidden: Tensor, sequences: Sequence[SequenceState]) -> Sampled:
+        """The tokens behind prompts, from the states [n, hidden] at their ends."""
+        logits = self.model.compute_logits(hidden)[:, : self.vocab_size]
+        sampling = SamplingBatch.from_params([s.params for s in sequences], [s.seed for s in sequences], logits.device)
+        seen = self._seen_by(sequences) if sampling.penalized else None
+        positions = torch.tensor([sequence.prompt_length for sequence in sequences]).to(logits.device)
+        masks = self._masks_of(sequences, 1)
+        return sample(logits, sampling, positions, seen=seen, allowed=None if masks is None else masks.to(logits.device))
 
     @torch.inference_mode()
     def _load(self, decoding: Sequence[SequenceState]) -> None:
@@ -297,9 +292,11 @@ class LLM:
         self._rows.load(decoding)
         if not decoding:
             return
-        params, seeds = [s.params for s in decoding], [s.seed for s in decoding]
-        self._sampling = SamplingBatch.from_params(params, seeds, self.model.device)
-        self._seen = self._seen_by(decoding) if self._sampling.penalized else None
+        self._sampling.load([s.params for s in decoding], [s.seed for s in decoding])
+        if self._sampling.penalized:
+            if self._seen is None:
+                self._seen = torch.zeros(self.max_batch, self.vocab_size, dtype=torch.bool, device=self.model.device)
+            self._seen[: len(decoding)] = self._seen_by(decoding)
         if self._speculator is not None:
             kept = [sequence.row for sequence in decoding]
             self._speculator.load(kept, [sequence.cache_rows for sequence in decoding], self._sampling)
@@ -308,33 +305,61 @@ class LLM:
 
     @torch.inference_mode()
     def _decode(self, decoding: Sequence[SequenceState]) -> list[Output]:
-        if self._speculator is not None:
-            return self._speculate(decoding, self._speculator)
-        return self._accept(decoding, self._step(len(decoding), self._allowed(decoding, 1)))
+        """One step of all rows."""
+        each = 1 if self._speculator is None else self._speculator.num_drafts + 1
+        masks = self._masks_of(decoding, each)
+        if masks is not None:
+            if self._masks is None:
+                shape = (self.max_batch * each, masks.shape[1])
+                self._masks = torch.full(shape, -1, dtype=torch.int32, device=self.model.device)
+            self._masks[: len(masks)].copy_(masks)
 
-    def _step(self, count: int, allowed: Tensor | None) -> Sampled:
-        """Feed rows 0..count-1 and choose their next tokens, all of it on the device."""
-        rows = self._rows
-        positions = rows.positions[:count]
-        state = rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count]
+        def step(rows: int) -> Tensor:
+            return self._step(rows, each, masked=masks is not None)
+
+        if self._graphs is None:
+            packed = step(len(decoding))
+        else:
+            packed = self._graphs.run((self._sampling.kind, masks is not None), len(decoding), step)
+        return self._accept(decoding, packed, each)
+
+    def _step(self, count: int, each: int, *, masked: bool) -> Tensor:
+        """Feed rows 0..count-1 and choose their next tokens, all of it on the device; `each` rows a sequence, packed."""
+        rows, sampling, speculator = self._rows, self._sampling.head(count), self._speculator
+        tokens, positions, table = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
+        seen = self._seen[:count] if self._seen is not None and sampling.penalized else None
+        allowed = self._masks[: count * each] if self._masks is not None and masked else None
+        if speculator is not None:
+            verified, proposed = speculator.step(tokens, positions, table, self.cache, seen=seen, allowed=allowed)
+            drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
+            return pack(verified.sampled, drafts, proposed.repeat_interleave(each))
         # the context bound is the same in every step, so that nothing is compiled for a new value
-        logits = self.model.decode_step(*state, self.cache, self.max_context)[:, : self.vocab_size]
-        sampled = sample(logits, self._sampling, positions + 1, seen=self._seen, allowed=allowed)
-        if self._seen is not None:
-            self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
+        logits = self.model.decode_step(tokens, positions, rows.slots[:count], table, self.cache, self.max_context)
+        sampled = sample(logits[:, : self.vocab_size], sampling, positions + 1, seen=seen, allowed=allowed)
+        if seen is not None:
+            seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
         rows.advance(sampled.tokens)
-        return sampled
+        return pack(sampled)
 
-    def _speculate(self, decoding: Sequence[SequenceState], speculator: Speculator) -> list[Output]:
-        rows, count, each = self._rows, len(decoding), speculator.num_drafts + 1
-        state = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
-        allowed = self._allowed(decoding, each)
-        verified, proposed = speculator.step(*state, self.cache, seen=self._seen, allowed=allowed)
-        drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
-        return self._accept(decoding, verified.sampled, each, drafts, proposed.repeat_interleave(each))
+    def _step_buffers(self) -> list[Tensor]:
+        """What a step changes in place, besides the caches."""
+        rows = self._rows
+        state = [rows.tokens, rows.positions, rows.slots, rows.block_table]
+        state += [] if self._seen is None else [self._seen]
+        return state if self._speculator is None else [*state, *self._speculator.buffers]
 
-    def _allowed(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
-        """The grammars' masks int32 [sequences * each, words] for the next step's rows; None where no sequence has one."""
+    def _clear_rows(self) -> None:
+        """Make every row padding, for the moment."""
+        rows = self._rows
+        rows.tokens.zero_()
+        rows.positions.fill_(-1)
+        rows.slots.fill_(-1)
+        rows.block_table.zero_()
+
+    def _masks_of(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
+        """The grammars' masks int32 [sequences * each, words] for the next step's rows, on the host; None where no sequence
+        has a grammar.
+        """
         if self._grammars is None or all(sequence.grammar is None for sequence in sequences):
             return None
         masks = torch.full((len(sequences), each, self._grammars.words), -1, dtype=torch.int32)
@@ -342,35 +367,28 @@ class LLM:
             if sequence.grammar is not None:
                 found = sequence.grammar.mask(sequence.drafts)
                 rows[: len(found)] = found
-        return masks.flatten(0, 1).to(self.model.device)
+        return masks.flatten(0, 1)
 
     def _seen_by(self, sequences: Sequence[SequenceState]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
-            ids = torch.tensor(sequence.prompt + sequence.generated)
+            ids = torch.tensor(sequence.tokens)
             seen[row, ids[ids < self.vocab_size]] = True
         return seen.to(self.model.device)
 
-    def _accept(
-        self,
-        sequences: Sequence[SequenceState],
-        sampled: Sampled,
-        each: int = 1,
-        drafts: Tensor | None = None,
-        proposed: Tensor | None = None,
-    ) -> list[Output]:
+    def _accept(self, sequences: Sequence[SequenceState], packed: Tensor, each: int = 1) -> list[Output]:
         """The step's one copy to the host, and what each sequence makes of its tokens, `each` rows a sequence.
 
-        drafts, proposed: int64 [rows] of a speculative step: each sequence's next drafts, and how many it has verified.
+        packed: of `pack`, with two more columns in a speculative step: each sequence's next drafts, and how many it has
+        verified.
         """
-        extra = () if drafts is None or proposed is None else (drafts, proposed)
-        tokens, logprobs, columns = to_host(sampled, *extra)
+        tokens, logprobs, columns = unpack(packed.cpu(), 1 if each == 1 else 3)
         starts = range(0, len(tokens), each)
         found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
         for sequence, rows in zip(sequences, found):
             for row in rows:
                 if tokens[row] < 0:
-                    position = len(sequence.prompt) + len(sequence.generated) + row - rows[0]
+                    position = len(sequence.tokens) + row - rows[0]
                     raise FloatingPointError(
                         f"prompt {sequence.index}, position {position}: the model's logits hold NaN, or no finite maximum"
                     )

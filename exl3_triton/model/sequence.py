@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .cache import pages_for
 from .grammar import Grammar
 from .sampling import Sampled, SamplingParams
 from .tokenizer import StreamDetokenizer
@@ -74,40 +73,63 @@ class StopStrings:
         return held
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
+    """One request on its way, the host's view of it.
+
+    Attributes:
+        tokens: the prompt, `prompt_length` of them, and what was generated behind it; the last generated one is fed next.
+        limit: tokens to generate at most, by max_tokens and by the end of the context.
+        pages: in the cache, in order of position; the first ones may be shared.
+        cached: rows of the cache that hold the first tokens.
+        keys, registered: `page_keys` of its pages, and how many pages can be found under theirs.
+        row: in the decode buffers.
+        drafts: what the next step verifies, where a grammar needs to know.
+    """
+
     index: int
-    prompt: list[int]
+    tokens: list[int]
     params: SamplingParams
     seed: int
-    limit: int  # tokens to generate at most, by max_tokens and by the end of the context
+    limit: int
     stop_ids: frozenset[int]
     detokenizer: StreamDetokenizer | None
     stop_strings: StopStrings
     grammar: Grammar | None
+    prompt_length: int = field(init=False)
     pages: list[int] = field(default_factory=list)
-    prefilled: int = 0
-    generated: list[int] = field(default_factory=list)
-    row: int | None = None  # in the decode buffers
-    drafts: list[int] = field(default_factory=list)  # what the next step verifies, where a grammar needs to know
+    cached: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    registered: int = 0
+    row: int | None = None
+    drafts: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
 
     @property
     def cache_rows(self) -> int:
-        # the last token is never fed back, so it needs no place in the cache
-        return len(self.prompt) + self.limit - 1
+        """Rows of the cache that it can ever fill: the last token is never fed back."""
+        return self.prompt_length + self.limit - 1
 
     @property
-    def pages_needed(self) -> int:
-        return pages_for(self.cache_rows)
+    def prefill_end(self) -> int:
+        """Tokens to prefill before it can decode: the prompt, and after a pause all that was fed before."""
+        return len(self.tokens) - 1 if self.num_generated else self.prompt_length
 
     def accept(self, token: int, logprobs: TokenLogprobs | None) -> Output:
         """Append a sampled token and decide whether the sequence ends."""
-        self.generated.append(token)
+        self.tokens.append(token)
         ends, complete = token in self.stop_ids, False
         if self.grammar is not None and not ends:
             self.grammar.advance(token)
             complete = self.grammar.finished
-        reason = "stop" if ends or complete else "length" if len(self.generated) >= self.limit else None
+        reason = "stop" if ends or complete else "length" if self.num_generated >= self.limit else None
         text = ""
         if self.detokenizer is not None:
             piece = "" if ends else self.detokenizer.push(token)
@@ -118,22 +140,28 @@ class SequenceState:
                 reason = "stop"
             elif reason is not None:
                 text += self.stop_strings.flush()
+        self.finish_reason = reason
         return Output(self.index, token, text, logprobs, reason)
 
 
-def to_host(sampled: Sampled, *extra: Tensor) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
-    """Tokens, log-probabilities and further integer columns on the host, in one copy: as 32-bit words of one tensor."""
+def pack(sampled: Sampled, *extra: Tensor) -> Tensor:
+    """int32 [rows, columns]: tokens, `extra` integer columns and log-probabilities as 32-bit words of one tensor, to be
+    copied to the host at once.
+    """
     columns = [each[:, None].to(torch.int32) for each in (sampled.tokens, *extra)]
-    whole = len(columns)
     if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
         columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
         columns.append(sampled.top_ids.to(torch.int32))
         columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
-    packed = torch.cat(columns, dim=1).cpu()
+    return torch.cat(columns, dim=1)
+
+
+def unpack(packed: Tensor, whole: int) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
+    """Tokens, log-probabilities and the further columns of a packed tensor on the host; `whole`: integer columns in all."""
     tokens, *others = packed[:, :whole].T.tolist()
-    if len(columns) == whole:
+    if packed.shape[1] == whole:
         return tokens, [None] * len(tokens), others
     chosen = packed[:, whole].contiguous().view(torch.float32).tolist()
-    ids, values = packed[:, whole + 1 :].chunk(2, dim=1) if columns[-1].shape[1] else (packed[:, :0], packed[:, :0])
+    ids, values = packed[:, whole + 1 :].tensor_split(2, dim=1)
     rows = zip(chosen, ids.tolist(), values.contiguous().view(torch.float32).tolist())
     return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in rows], others

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .packed import e4m3_decode, head_plane
 from .tuning import device_of
 
@@ -42,11 +42,12 @@ def _score_kernel(
     q, weights, cache, block_table, sequence, positions, scores,
     first_token, q_token, q_head, weight_token, table_stride, width,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
     position.
     """
+    wait_previous(OVERLAP)
     local = tl.program_id(0).to(tl.int64)
     token = local + first_token
     start = tl.program_id(1) * SPAN
@@ -82,6 +83,7 @@ def _score_kernel(
             if FP8:  # a key's scale is positive: it passes the rectifier
                 score *= tl.load(scales, mask=first + n < end, other=0.0)
             tl.store(scores + local * width + first + n, score, mask=first + n < end)
+    start_next(OVERLAP)
 
 
 @triton.jit
@@ -116,10 +118,15 @@ def _threshold(counts, k, DIGITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
-def _count_kernel(scores, positions, counts, parts, first_token, width, k, segments, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kernel(
+    scores, positions, counts, parts, first_token, width, k, segments,
+    DIGIT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Adds one segment of a row [width] to counts [row, DIGIT]; the last digit's also to parts [row, segment, 257], with the
     number of keys that are larger whatever that digit is.
     """
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     position = tl.load(positions + first_token + row)
@@ -141,9 +148,12 @@ def _count_kernel(scores, positions, counts, parts, first_token, width, k, segme
 
 @triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
 def _write_kernel(
-    scores, positions, counts, parts, out, first_token, width, k, segments, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
+    scores, positions, counts, parts, out, first_token, width, k, segments,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """The k best of a row, ascending, then -1: those of one segment, behind those of the segments before it."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     start = segment * BLOCK
@@ -185,11 +195,22 @@ def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int,
     parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
     for digit in range(4):
         _count_kernel[(rows, segments)](
-            scores, positions, counts, parts, first_token, width, topk, segments, DIGIT=digit, BLOCK=_SEGMENT, num_warps=8
+            scores,
+            positions,
+            counts,
+            parts,
+            first_token,
+            width,
+            topk,
+            segments,
+            DIGIT=digit,
+            BLOCK=_SEGMENT,
+            num_warps=8,
+            **overlap(scores.device, rows),
         )
     _write_kernel[(rows, segments)](
         scores, positions, counts, parts, out[first_token:], first_token, width, topk, segments,
-        BLOCK=_SEGMENT, PARTS=16, num_warps=8,
+        BLOCK=_SEGMENT, PARTS=16, num_warps=8, **overlap(scores.device, rows),
     )  # fmt: skip
 
 
@@ -215,7 +236,7 @@ def _launch_scores(
         first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
         H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide, FP8=fp8,
         NATIVE=device_of(q.device).family == "sm_90",
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device, rows),
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import block, check_float
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
 SEGMENT = 512  # inputs summed by one chain of additions
 MAX_EXPERTS = 512
@@ -23,9 +23,11 @@ _SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it o
 def _logits_kernel(
     x, weight, logits, tokens,
     D: tl.constexpr, E: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """logits fp32 [D / (SEGMENT * SEGMENTS), T, E]: every program sums SEGMENTS segments of its [BLOCK_T, BLOCK_E] tile."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     part = tl.program_id(2)
     rt = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     re = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -57,9 +59,11 @@ def _select_kernel(
     logits, bias, weights, ids, tokens, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, N_GROUP: tl.constexpr, G_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token a program: sum the parts, score, drop the losing groups, pick TOP_K by repeated argmax."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     LOSER: tl.constexpr = -3.0e38  # below every score, above -inf, which marks what is taken already
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, E_PAD)
@@ -136,13 +140,25 @@ def _launch_router(
     logits = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
     with device_guard(x):
         _logits_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), parts)](
-            x, weight, logits, tokens, width, experts, SEGMENT, segments // parts, block_t, block_e, 32, num_warps=4
+            x,
+            weight,
+            logits,
+            tokens,
+            width,
+            experts,
+            SEGMENT,
+            segments // parts,
+            block_t,
+            block_e,
+            32,
+            num_warps=4,
+            **overlap(x.device, tokens),
         )
         _select_kernel[(tokens,)](
             logits, weights if bias is None else launchable(bias), weights, ids, tokens, scaling,
             E=experts, E_PAD=block(experts, 2), PARTS=parts, TOP_K=top_k, K_PAD=block(top_k, 1), SOFTMAX=scoring == "softmax",
             HAS_BIAS=bias is not None, N_GROUP=n_group, G_PAD=block(n_group, 1), TOPK_GROUP=topk_group, NORM=norm,
-            num_warps=1 if experts <= 256 else 2,
+            num_warps=1 if experts <= 256 else 2, **overlap(x.device, tokens),
         )  # fmt: skip
     return weights, ids
 
