@@ -84,10 +84,14 @@ _HIP = (
 
 
 class Device(NamedTuple):
-    """What the choice depends on: "sm_90", "cuda" (other NVIDIA GPUs), "hip" or "host", and the multiprocessors."""
+    """What the choice depends on: "sm_90", "cuda" (other NVIDIA GPUs), "hip" or "host", the multiprocessors, and by which
+    name and compute capability to look for a table (no name: the rules alone).
+    """
 
     family: str
     processors: int
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
 
 
 @cache
@@ -95,10 +99,12 @@ def device_of(device: torch.device) -> Device:
     """The `Device` of a torch device; a CPU (Triton's interpreter) counts as a small GPU."""
     if device.type != "cuda":
         return Device("host", 4)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count
     if torch.version.hip:
         return Device("hip", processors)
-    return Device("sm_90" if torch.cuda.get_device_capability(device) == (9, 0) else "cuda", processors)
+    capability = torch.cuda.get_device_capability(device)
+    return Device("sm_90" if capability == (9, 0) else "cuda", processors, properties.name, capability)
 
 
 def regimes(family: str) -> tuple[Regime, ...]:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from measure import random_experts, random_matrix
-from timing import header, microseconds
 from torch import Tensor, nn
 
 import exl3_triton
+from autotune.timing import header, microseconds
 from exl3_triton import LLM, SamplingParams
 from exl3_triton.format import Codebook
 from exl3_triton.model.cache import Batch, pages_for

@@ -18,6 +18,11 @@ INSTRUCTIONS_PER_WEIGHT = 5  # what decoding a weight costs at least: the third 
 
 def microseconds(calls: Sequence[Callable[[], Any]], *, replays: int = 20, warmup_seconds: float = 0.1) -> float:
     """Median microseconds of one call, over CUDA graph replays of all `calls` in a row (each over its own weights)."""
+    return interleaved([capture(calls)], len(calls), rounds=replays, warm_seconds=warmup_seconds)[0]
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A graph of all `calls` in a row, each run once before; compile beforehand."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -25,19 +30,33 @@ def microseconds(calls: Sequence[Callable[[], Any]], *, replays: int = 20, warmu
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    deadline = time.perf_counter() + warmup_seconds
+    return graph
+
+
+def warm_clocks(graph: torch.cuda.CUDAGraph, seconds: float = 0.2) -> None:
+    """Replay until the clocks have settled."""
+    deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         graph.replay()
         torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+
+
+def interleaved(
+    graphs: Sequence[torch.cuda.CUDAGraph], calls: int, *, rounds: int = 15, warm_seconds: float = 0.2
+) -> list[float]:
+    """Median microseconds of one of the `calls` in each graph: in every round all graphs run once, in alternating order."""
+    times: list[list[float]] = [[] for _ in graphs]
+    warm_clocks(graphs[0], warm_seconds)
+    for turn in range(rounds):
+        order = range(len(graphs)) if turn % 2 == 0 else reversed(range(len(graphs)))
+        for i in order:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graphs[i].replay()
+            end.record()
+            end.synchronize()
+            times[i].append(start.elapsed_time(end) * 1e3 / calls)
+    return [statistics.median(each) for each in times]
 
 
 def copies_for(weight_bytes: int, *, at_least: int = 260_000_000) -> int:
