@@ -49,7 +49,8 @@ def random_experts(
         projection.suh.copy_(torch.randn(experts, k, device=device).sign() * 0.02)
         projection.svh.copy_(torch.randn(experts, n, device=device).sign())
         projections.append(projection)
-    return ExpertWeights(*projections, hidden, intermediate)
+    gate, up, down = projections
+    return ExpertWeights(gate, up, down, hidden, intermediate)
 
 
 @dataclass

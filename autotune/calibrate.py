@@ -11,13 +11,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from exl3_triton.ops.tuning import Device
+from exl3_triton.ops.tuning import Device, LinearConfig
 
 from .features import Features
 from .pool import Task, compile_all, compile_for_target, compile_on_gpu
@@ -57,7 +57,7 @@ PROBLEMS: list[tuple[Problem, int, int]] = [  # (problem, range of rows, how man
 
 
 def chosen(problem: Problem, rows: int, count: int, device: Device) -> list[Config | None]:
-    """The rules' choice and candidates spread evenly over the space. Above the fused ranges: decoding once, and 128-row blocks."""
+    """The rules' choice and candidates spread evenly over the space. Above the fused ranges also None: decoding once."""
     if isinstance(problem, LinearProblem) and rows not in problem.SAMPLES:
         return [None, *chosen(problem, max(problem.SAMPLES), count - 1, device)]
     everything = space(problem, rows, device)
@@ -72,7 +72,7 @@ def tasks(device: Device) -> list[Task]:
 
 def config_json(config: Any) -> dict[str, Any] | None:
     """A config's fields by name."""
-    return config if config is None else asdict(config) if is_dataclass(config) else config._asdict()
+    return config._asdict() if isinstance(config, LinearConfig) else config if config is None else asdict(config)
 
 
 def problem_json(problem: Problem) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def dry_run(target_name: str, jobs: int, limit: int) -> int:
         if isinstance(result, str):
             print(f"{task}: {result}")
         else:
-            print(f"{task.problem}, {task.rows} rows, {tuple(config_json(task.config) or ())}: "
-                  + ", ".join(f"{f.registers} registers, {f.spills} spills, {len(f.loops)} loops" for f in result))  # fmt: skip
+            found = ", ".join(f"{f.registers} registers, {f.spills} spills, {len(f.loops)} loops" for f in result)
+            print(f"{task.problem}, {task.rows} rows, {task.config}: {found}")
     return 0
 
 

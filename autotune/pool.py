@@ -56,16 +56,12 @@ def compile_for_target(target_name: str, task: Task) -> list[Features]:
         return [features_of(compile_for(*launch))]
     if isinstance(problem, MoeProblem) and isinstance(config, MoeConfig):
         half = task.rows != min(problem.SAMPLES)
-        sides = (
-            (problem.hidden, problem.intermediate, config.split),
-            (problem.intermediate, problem.hidden, config.down_split),
-        )
+        sides = ((problem.hidden, problem.intermediate), (problem.intermediate, problem.hidden))
+        splits = (config.split, config.down_split)
         launches = [
-            expert_gemm_launch(
-                gpu, k, n, twice_bits, codebook, config.block_m, config, down=bool(i), split=split, half=half, rows=task.rows
-            )
-            for i, (k, n, split) in enumerate(sides)
-        ]
+            expert_gemm_launch(gpu, *sides[i], *common, down=bool(i), split=splits[i], half=half, rows=task.rows)
+            for i in (0, 1)
+        ]  # fmt: skip
         return [features_of(compile_for(*launch)) for launch in launches]
     report = audit_decode(gpu, problem.format.bits, codebook)
     return [Features(report.registers or 0, report.shared, 4, report.spills, (), report.loop_instructions)]
@@ -85,16 +81,18 @@ def compile_all(
                 return
             yield task, _attempt(work, task)
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {pool.submit(_attempt, work, task): task for task in tasks}
-        try:
-            for future in concurrent.futures.as_completed(futures, timeout=seconds):
-                yield futures[future], future.result()
-        except concurrent.futures.TimeoutError:
-            pass
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    futures = {pool.submit(_attempt, work, task): task for task in tasks}
+    workers = list(pool._processes.values())
+    try:
+        for future in concurrent.futures.as_completed(futures, timeout=seconds):
+            yield futures[future], future.result()
+    except concurrent.futures.TimeoutError:
+        pass
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:  # what has not come back by now never may
+            worker.terminate()
 
 
 def _attempt(work: Callable[[Task], list[Features]], task: Task) -> list[Features] | str:

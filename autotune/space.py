@@ -102,7 +102,7 @@ def rule_moe(problem: MoeProblem, rows: int, device: Device) -> MoeConfig:
     sizes = (problem.hidden, problem.intermediate, problem.num_experts, problem.top_k)
     spec = MoeSpec(*sizes, (problem.format.bits,), (problem.format.index,))
     plan = plan_moe(spec, max_tokens=max(rows, 33))
-    regime = plan.schedule.slices(rows)[0][2]
+    regime = next(regime for regime in plan.regimes if rows <= regime.rows)
     tile = moe.tile_for(regime.block_m, device.family)
     return MoeConfig(
         regime.block_m, regime.split, regime.down_split, tile.block_k, tile.warps, tile.registers or 0, tile.small,

@@ -436,7 +436,7 @@ def _moe_unplanned_body(
     from ..plan import default_schedule  # plans know ops, not the other way round, but for this default
 
     dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
-    plan = default_schedule(dims, x.shape[0])
+    plan = default_schedule(dims, x.shape[0], max(*gate_formats, *up_formats, *down_formats), device_of(x.device))
     size = max((arena_layout(dims, regime)[1] for regime in plan.regimes), default=0)
     arena = torch.empty(size, dtype=torch.uint8, device=x.device)
     sides = (gate, up, down, gate_formats, up_formats, down_formats)

@@ -68,7 +68,7 @@ def measure_moe(case: dict[str, Any], limits: dict[str, Any] | None) -> dict[str
     experts, hidden, inner, top_k = case["E"], case["H"], case["I"], case["top"]
     m, bits = case["m"], case["bits"]
     weights = random_experts(experts, hidden, inner, bits, CODEBOOKS[case["codebook"]])
-    plan = plan_moe(MoeSpec.of(weights, top_k), max_tokens=m)
+    plan = plan_moe(MoeSpec.of(weights, top_k), max_tokens=m, device="cuda")
     bound = plan.bind(plan.new_arena("cuda"))
     x = torch.randn(m, hidden, device="cuda", dtype=torch.float16)
     out = torch.empty_like(x)
