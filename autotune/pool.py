@@ -59,7 +59,10 @@ def compile_for_target(target_name: str, task: Task) -> list[Features]:
         sides = ((problem.hidden, problem.intermediate), (problem.intermediate, problem.hidden))
         splits = (config.split, config.down_split)
         launches = [
-            expert_gemm_launch(gpu, *sides[i], *common, down=bool(i), split=splits[i], half=half, rows=task.rows)
+            expert_gemm_launch(
+                gpu, *sides[i], twice_bits, codebook, config.block_m, config, down=bool(i), split=splits[i], half=half,
+                rows=task.rows,
+            )
             for i in (0, 1)
         ]  # fmt: skip
         return [features_of(compile_for(*launch)) for launch in launches]
