@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import audit, calibrate
+from . import audit, calibrate, tune
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,9 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m autotune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    tune.add_commands(commands)
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure data for the predictor"))
     args = parser.parse_args(argv)
-    return calibrate.main(args)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from exl3_triton.ops.tuning import Device, LinearConfig
+from exl3_triton.ops.tuning import Device
 
 from .features import Features
 from .pool import Task, compile_all, compile_for_target, compile_on_gpu
 from .problems import Format, LinearProblem, MoeProblem, Problem
-from .space import Config, space
+from .space import Config, config_json, space
 
 _MCG3, _MCG4, _MCG6, _MUL4 = (Format.parse(text) for text in ("mcg.3", "mcg.4", "mcg.6", "mul1.4"))
 _GLM = MoeProblem(256, 6144, 512, 8, _MCG3)
@@ -68,11 +68,6 @@ def chosen(problem: Problem, rows: int, count: int, device: Device) -> list[Conf
 
 def tasks(device: Device) -> list[Task]:
     return [Task(p, rows, config) for p, rows, count in PROBLEMS for config in chosen(p, rows, count, device)]
-
-
-def config_json(config: Any) -> dict[str, Any] | None:
-    """A config's fields by name."""
-    return config._asdict() if isinstance(config, LinearConfig) else config if config is None else asdict(config)
 
 
 def problem_json(problem: Problem) -> dict[str, Any]:
@@ -159,6 +154,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=220.0, help="stop measuring after so long (default 220)")
     parser.add_argument("--dry-run", metavar="TARGET", help="compile for a target, without a GPU")
+    parser.set_defaults(run=main)
     parser.add_argument("--limit", type=int, default=1 << 30, help="with --dry-run: only so many candidates")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from exl3_triton.ops.tuning import Device, LinearConfig, regimes, select_linear
@@ -37,6 +37,12 @@ class MoeConfig:
 
 
 Config = LinearConfig | MoeConfig
+
+
+def config_json(config: Any) -> dict[str, Any] | None:
+    """A config's fields by name."""
+    return config._asdict() if isinstance(config, LinearConfig) else config if config is None else asdict(config)
+
 
 _LINEAR_FORMS = {  # rows -> (block_m, block_k, warps, most registers, ahead)
     16: [(16, k, 4, r, ahead) for k, r, ahead in (

@@ -76,20 +76,24 @@ def matmul_tflops(size: int = 8192) -> float:
     return 2 * size**3 / microseconds([lambda: a @ b]) / 1e6
 
 
-def header() -> dict[str, Any]:
-    """Device, date, versions, command, and the two measured limits."""
+def versions() -> dict[str, str]:
+    """torch, Triton and driver."""
     import triton
 
-    properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False) if shutil.which("nvidia-smi") else None
+    found = driver.stdout.strip() if driver else ""
+    return {"torch": torch.__version__, "triton": triton.__version__, "driver": found or "unknown"}
+
+
+def header() -> dict[str, Any]:
+    """Device, date, versions, command, and the two measured limits."""
+    properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
-        "driver": driver.stdout.strip() if driver else "unknown",
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **versions(),
         "cuda": torch.version.cuda,
         "command": " ".join(["python", *(argument for argument in sys.argv)]),
         "hbm_read_gbps": round(hbm_read_gbps(), 1),
