@@ -101,6 +101,7 @@ class Transformer(nn.Module):
             replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
             max_tokens=self.max_context,
             policy=replace(policy, prefill_capacity=capacity),
+            device=self.device,
         )
         bound = plan.bind(plan.new_arena(self.device))
         for layer in layers:
