@@ -121,6 +121,7 @@ class Transformer(nn.Module):
                     replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
                     max_tokens=self.max_context,
                     policy=replace(policy, prefill_capacity=capacity),
+                    device=self.device,
                 )
             )
         arena = max(plans, key=lambda plan: plan.arena_bytes).new_arena(self.device)
