@@ -6,7 +6,7 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ..format import (
     FormatError,
     TrellisWeight,
     check_scales,
+    expand_signs,
     padded_size,
 )
 from .checkpoint import Checkpoint, TensorInfo, listing
@@ -30,11 +31,13 @@ from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
 from .parallel import Partition, Shard
 from .rank_sliced import PROJECTIONS, SECTION, RankSliced
+from .transfer import Uploader
 
 # kept in fp32 whatever is asked for: expert choice and index scores flip on near-ties when these are rounded
 FP32_NAMES = ("mlp.gate.e_score_correction_bias", "self_attn.indexer.weights_proj.weight")
 _MARKERS = {codebook.label: codebook for codebook in Codebook if codebook.marker is not None}
 _PLAIN_DTYPES = ("F32", "F16", "BF16")
+_SCALES_TOGETHER = 4 << 20  # bytes of scales looked at in one go
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
@@ -69,7 +72,9 @@ class _Cut(NamedTuple):
         return _slice(self.outputs), _slice(self.inputs)
 
     def exl3(self, suffix: str) -> tuple[slice, ...]:
-        """Of a tensor of an EXL3 matrix."""
+        """Of a tensor of an EXL3 matrix; () where it is whole."""
+        if self.inputs is None and self.outputs is None:
+            return ()
         if suffix == "trellis":
             return _slice(self.inputs, TILE), _slice(self.outputs, TILE)
         if suffix in ("suh", "su"):
@@ -93,6 +98,7 @@ def _slice(part: range | None, unit: int = 1) -> slice:
 
 
 def _part_bytes(info: TensorInfo, part: tuple[slice, ...]) -> int:
+    """Bytes of `part` of a stored tensor; () is all of it."""
     size = info.nbytes
     for length, taken in zip(info.shape, part):
         size = size * len(range(*taken.indices(length))) // max(length, 1)
@@ -130,16 +136,18 @@ class WeightSource:
         self._claimed: set[str] = set()
         self._missing: list[str] = []
         self._formats: dict[tuple[Any, ...], tuple[int, Codebook]] = {}
+        self._others: set[str] = set()  # slices of other ranks, which are no concern of this one
         self._reader = checkpoint.reader()
+        self._uploader = Uploader(self.device)
         self._markers: dict[str, Tensor] | None = None
-        self._bar = tqdm(
-            total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=self._meta or not progress
-        )
+        hidden = self._meta or not progress
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="loading", disable=hidden)
 
     def __enter__(self) -> WeightSource:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._uploader.finish()
         self._bar.close()
         self._reader.__exit__(*exc)
 
@@ -165,7 +173,7 @@ class WeightSource:
         _check_plain(name, info, shape)
         if self._meta:
             return torch.empty(shape, dtype=dtype, device="meta")[part]
-        return self._read(info, part).to(device=self.device, dtype=dtype)
+        return self._uploader.place(self._read(info, part), dtype)
 
     def linear(
         self, name: str, in_features: int, out_features: int, *, inputs: range | None = None, outputs: range | None = None
@@ -178,8 +186,12 @@ class WeightSource:
         """
         cut = _Cut.of(in_features, out_features, inputs, outputs)
         if self._is_quantized(name):
-            self._exl3_format(name, in_features, out_features, cut)
-            return Exl3Linear(self._trellis(name, in_features, out_features, cut).to(self.device))
+            parts = self._parts(name, cut)
+            self._exl3_format(name, in_features, out_features, parts)
+            matrix, place = self._trellis(name, in_features, out_features, cut, parts=parts), self._uploader.place
+            bias = None if matrix.bias is None else place(matrix.bias)
+            placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
+            return Exl3Linear(TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features))
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
             weight_name = f"{name}.trellis"  # the rest of a quantized matrix is there
@@ -265,7 +277,7 @@ class WeightSource:
                 for each in PROJECTIONS
             )
             slices.append(ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=width))
-        self._claimed.update(sliced.names(int(name.split(".")[1])))  # checked by RankSliced; other ranks' are not ours to load
+        self._others.update(sliced.names(int(name.split(".")[1])))  # checked by RankSliced
         return tuple(slices)
 
     def finish(self, ignored_prefixes: Iterable[str] = ()) -> None:
@@ -277,7 +289,10 @@ class WeightSource:
         unexpected = [
             name
             for name in self.checkpoint.tensors
-            if name not in self._claimed and not name.startswith(prefixes) and not name.endswith("rotary_emb.inv_freq")
+            if name not in self._claimed
+            and name not in self._others
+            and not name.startswith(prefixes)
+            and not name.endswith("rotary_emb.inv_freq")
         ]
         parts = []
         if self._missing:
@@ -290,10 +305,15 @@ class WeightSource:
     def check_scales(self) -> None:
         """Refuse NaN and infinity in the claimed matrices' scales, one percent of the file, before the rest is read."""
         wanted = {self.checkpoint.tensors[name]: name for name in self._claimed if name.endswith((".suh", ".svh"))}
+        batch: list[tuple[TensorInfo, bytes]] = []
+        pending = 0
         for info, raw in self._reader.read_small(wanted):
-            vector = torch.frombuffer(bytearray(raw), dtype=torch.float16)
-            if not bool(torch.isfinite(vector).all()):
-                raise FormatError(f"{wanted[info]}: found NaN or infinity, required finite values (rotation signs and scales)")
+            batch.append((info, raw))
+            pending += len(raw)
+            if pending > _SCALES_TOGETHER:
+                _check_finite(batch, wanted)
+                batch, pending = [], 0
+        _check_finite(batch, wanted)
 
     def _claim(self, name: str, part: tuple[slice, ...] | None = ()) -> TensorInfo | None:
         """What is stored as `name`, of which `part` will be read; None: nothing, it is another rank's."""
@@ -362,14 +382,18 @@ class WeightSource:
         cut: _Cut = _WHOLE,
         shared: _SharedVector | None = None,
         *,
+        parts: Mapping[str, TensorInfo] | None = None,
         meta: bool | None = None,
     ) -> TrellisWeight:
-        """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU."""
+        """The checked matrix `name`, or `cut` out of it, from headers on the meta device, else on the CPU.
+
+        parts: what `_parts` has found of it.
+        """
         meta = self._meta if meta is None else meta
         tensors = {}
         if shared is not None:
             tensors[f"{name}.{shared.suffix}"] = shared.vector.to("meta") if meta else shared.vector
-        for suffix, info in self._parts(name, cut).items():
+        for suffix, info in (self._parts(name, cut) if parts is None else parts).items():
             full = f"{name}.{suffix}"
             if suffix in _MARKERS:
                 tensors[full] = self._marker(full)
@@ -387,14 +411,10 @@ class WeightSource:
         name: str,
         in_features: int,
         out_features: int,
-        cut: _Cut | None = _WHOLE,
+        parts: Mapping[str, TensorInfo],
         shared: _SharedVector | None = None,
     ) -> tuple[int, Codebook]:
-        """(2K, codebook) of a stored matrix, checked from headers and markers; matrices that look alike are checked once.
-
-        The whole matrix is checked, and claimed as `_parts` does.
-        """
-        parts = self._parts(name, cut)
+        """(2K, codebook) of a stored matrix, checked whole from headers and markers; what looks alike is checked once."""
         # equal markers are one tensor, see `_marker`
         markers = (id(self._marker(f"{name}.{suffix}")) for suffix in parts if suffix in _MARKERS)
         key = (
@@ -405,7 +425,7 @@ class WeightSource:
             *markers,
         )
         if key not in self._formats:
-            weight = self._trellis(name, in_features, out_features, shared=shared, meta=True)
+            weight = self._trellis(name, in_features, out_features, shared=shared, parts=parts, meta=True)
             self._formats[key] = (weight.twice_bits, weight.codebook)
         return self._formats[key]
 
@@ -426,15 +446,15 @@ class WeightSource:
         """
         mine = range(len(matrices)) if mine is None else mine
         common = None if shared is None else self._shared_vector(shared, in_features, out_features)
-        formats = []
+        formats, parts = [], []
         for expert, matrix in enumerate(matrices):
             if f"{matrix}.bias" in self.checkpoint.tensors:
                 raise FormatError(f"{matrix}.bias: found a bias, required none (experts have no bias)")
             # a missing expert is on the list of missing tensors already; any format stands in for it in the preflight
             found = (2, Codebook.MCG)
             if matrix in stored:
-                part = cut if expert in mine else None
-                found = self._exl3_format(matrix, in_features, out_features, part, common)
+                parts.append(self._parts(matrix, cut if expert in mine else None))
+                found = self._exl3_format(matrix, in_features, out_features, parts[-1], common)
             formats.append(found)
         local = cut.sizes(in_features, out_features)
         sizes = padded_size(local["in_features"]), padded_size(local["out_features"])
@@ -443,14 +463,20 @@ class WeightSource:
             formats[mine.start : mine.stop], *sizes, device=self.device, shared_suh=kind == "suh", shared_svh=kind == "svh"
         )
         if not self._meta:
-            for slot_index, expert in enumerate(mine):
-                weight = self._trellis(matrices[expert], in_features, out_features, cut, common)
-                slot = slabs.expert(slot_index)
-                slot.trellis.copy_(weight.trellis)
-                for suffix in ("suh", "svh"):
-                    if slot_index == 0 or suffix != kind:
-                        getattr(slot, suffix).copy_(getattr(weight, suffix))
+            local_parts, fill = parts[mine.start : mine.stop], self._uploader.fill
+            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in local_parts))
+            for suffix, slab in (("suh", slabs.suh), ("svh", slabs.svh)):
+                if common is not None and common.suffix == suffix:
+                    fill(slab, [common.vector])
+                else:
+                    fill(slab, (self._scales(each, suffix, cut) for each in local_parts))
         return slabs
+
+    def _scales(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
+        """The stored "suh" or "svh", or its legacy spelling; `check_scales` has seen the values."""
+        if suffix in parts:
+            return self._read(parts[suffix], cut.exl3(suffix))
+        return expand_signs(self._read(parts[suffix[:2]], cut.exl3(suffix[:2])))
 
     def _shared_vector(self, name: str, in_features: int, out_features: int) -> _SharedVector:
         suffix = name.rpartition(".")[2]
@@ -473,8 +499,19 @@ class WeightSource:
             if info is not None:
                 _check_plain(full, info, shape)
                 if not self._meta and expert in mine:
-                    slab[expert - mine.start].copy_(self._read(info, cut.plain))
+                    self._uploader.fill(slab[expert - mine.start], [self._read(info, cut.plain)])
         return slab
+
+
+def _check_finite(batch: Sequence[tuple[TensorInfo, bytes]], names: Mapping[TensorInfo, str]) -> None:
+    """Refuses NaN and infinity in stored fp16 vectors: all of them together, and one by one to find the culprit."""
+
+    def finite(raw: bytes) -> bool:
+        return not raw or bool(torch.isfinite(torch.frombuffer(bytearray(raw), dtype=torch.float16)).all())
+
+    if not finite(b"".join(raw for _, raw in batch)):
+        wrong = next(names[info] for info, raw in batch if not finite(raw))
+        raise FormatError(f"{wrong}: found NaN or infinity, required finite values (rotation signs and scales)")
 
 
 class _SharedVector(NamedTuple):
