@@ -87,7 +87,8 @@ class RankGroup:
         try:
             store = dist.TCPStore(address, port, is_master=master, timeout=limit, wait_for_workers=False)
         except (dist.DistError, RuntimeError) as error:
-            raise RankError(f"ranks: no answer from rank 0 at {address}:{port} within {timeout:g} s") from error
+            found = " ".join(str(error).split())[:200]
+            raise RankError(f"ranks: no store at {address}:{port} within {timeout:g} s ({found})") from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         names = dist.PrefixStore(f"exl3_triton/{attempt}", store)
         _meet(names, shard, limit)
@@ -262,9 +263,8 @@ class _Watch:
             self._seen[rank] = (beat, beat_since, doing, doing_since)
             kinds[rank], still[rank] = doing.rpartition(" ")[2], now - doing_since >= stuck
             if rank != me and kinds[rank] != _LEFT and now - beat_since >= silent:
-                return (
-                    f"rank {rank} has given no sign of life for {now - beat_since:.0f} s: it was killed, or its machine stands"
-                )
+                seconds = f"{now - beat_since:.0f} s"
+                return f"rank {rank} has given no sign of life for {seconds}: it was killed, or its machine stands still"
         if kinds[me] != _WAITING or not (still[me] or self._hurry):
             return None
         if left := [rank for rank, kind in kinds.items() if kind == _LEFT]:
