@@ -6,7 +6,8 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -464,16 +465,17 @@ class WeightSource:
         )
         if not self._meta:
             local_parts, fill = parts[mine.start : mine.stop], self._uploader.fill
-            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in local_parts))
-            for suffix, slab in (("suh", slabs.suh), ("svh", slabs.svh)):
+            for suffix, slab in (("trellis", slabs.words), ("suh", slabs.suh), ("svh", slabs.svh)):
                 if common is not None and common.suffix == suffix:
                     fill(slab, [common.vector])
+                elif cut == _WHOLE and all(suffix in each for each in local_parts):
+                    fill(slab, map(self._read, _joined(each[suffix] for each in local_parts)))
                 else:
-                    fill(slab, (self._scales(each, suffix, cut) for each in local_parts))
+                    fill(slab, (self._part(each, suffix, cut) for each in local_parts))
         return slabs
 
-    def _scales(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
-        """The stored "suh" or "svh", or its legacy spelling; `check_scales` has seen the values."""
+    def _part(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
+        """`cut` of a stored "trellis", "suh" or "svh", or of the legacy spelling; `check_scales` has seen the values."""
         if suffix in parts:
             return self._read(parts[suffix], cut.exl3(suffix))
         return expand_signs(self._read(parts[suffix[:2]], cut.exl3(suffix[:2])))
@@ -501,6 +503,20 @@ class WeightSource:
                 if not self._meta and expert in mine:
                     self._uploader.fill(slab[expert - mine.start], [self._read(info, cut.plain)])
         return slab
+
+
+def _joined(infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+    """The tensors' elements in order, those that lie back to back in a file as one tensor: `slice` writes them so."""
+    run: TensorInfo | None = None
+    for info in infos:
+        if run is not None and (run.file, run.offset + run.nbytes, run.dtype) == (info.file, info.offset, info.dtype):
+            run = run._replace(nbytes=run.nbytes + info.nbytes, shape=(math.prod(run.shape) + math.prod(info.shape),))
+        else:
+            if run is not None:
+                yield run
+            run = info
+    if run is not None:
+        yield run
 
 
 def _check_finite(batch: Sequence[tuple[TensorInfo, bytes]], names: Mapping[TensorInfo, str]) -> None:

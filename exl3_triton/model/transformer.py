@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..format import ExpertWeights
 from ..plan import MoeSpec, default_policy, plan_moe
+from . import manifest
 from .attention import MLA
 from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
@@ -212,6 +213,7 @@ def load(
     group: RankGroup | None = None,
     shard: Shard | None = None,
     expert_parallel: bool = False,
+    check_hashes: bool = False,
     progress: bool = True,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
@@ -222,8 +224,8 @@ def load(
     for, default the model's own limit up to 65,536.
     mtp: also the next-token layer, for speculative decoding. group: the ranks that run the model together, of which each
     loads its part; environment variables alone divide nothing. shard: the part to load without partners, which can be looked
-    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. progress: a bar on stderr,
-    of rank 0.
+    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. check_hashes: first read
+    all files and hold them against `MANIFEST.sha256`, about as slow as `sha256sum`. progress: a bar on stderr, of rank 0.
 
     Everything that can be refused is refused from the headers, before any weight is read: raises FormatError (a ValueError)
     naming the tensor or key, what was found and what is required; ValueError for options that contradict each other.
@@ -250,6 +252,8 @@ def load(
         Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
         headers.check_scales()
+    if check_hashes:
+        manifest.check_hashes(checkpoint.path, {"config.json", *(info.file for info in checkpoint.tensors.values())})
     options: dict[str, Any] = {
         "partition": partition,
         "progress": progress and partition.shard.rank == 0,
