@@ -65,7 +65,7 @@ def test_allocator_accounts_for_every_page(data):
     held: list[list[int]] = []
     content: dict[int, bytes] = {}  # of pages that were registered and have not been handed out since
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["allocate", "free", "register", "share"]))
+        action = data.draw(st.sampled_from(["allocate", "free", "register", "share", "forget"]))
         in_use = {page for pages in held for page in pages}
         assert allocator.available == total - len(in_use)
         if action == "allocate":
@@ -87,6 +87,9 @@ def test_allocator_accounts_for_every_page(data):
             allocator.register(page, key)
             if page not in content and key not in content.values():
                 content[page] = key
+        elif action == "forget":
+            allocator.forget()
+            content = {}
         elif action == "share":
             keys = [bytes([value]) for value in data.draw(st.permutations(range(4)))]
             found = allocator.find(keys)
@@ -312,6 +315,25 @@ def test_close_at_any_time(drafts):
         check_nothing_held(llm, free)
     assert collect(llm.generate(prompts, params), 6)[0] == [expected(q, p.max_tokens) for q, p in zip(prompts, params)]
     assert llm.scheduling.pauses > 0
+
+
+def test_pages_of_a_model_that_failed_are_not_taken_over():
+    class Broken(CacheEcho):
+        broken = True
+
+        def compute_logits(self, hidden):
+            return super().compute_logits(hidden) + (float("nan") if self.broken and len(self.batches) > 3 else 0.0)
+
+    model = Broken(mixed)
+    llm = LLM(model)
+    prompt = [random.randrange(10, 300) for _ in range(150)]
+    free = llm._allocator.available
+    with pytest.raises(FloatingPointError):
+        list(llm.generate([prompt]))
+    check_nothing_held(llm, free)
+    model.broken = False
+    assert collect(llm.generate([prompt], SamplingParams(max_tokens=5)), 1)[0] == [expected(prompt, 5)]
+    assert llm.scheduling.reused == 0
 
 
 def test_no_decode_step_waits_for_more_than_a_chunk():
