@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fabricate import CONFIG
+from fabricate import CONFIG, GQA
 
 from exl3_triton.format import Codebook, ExpertWeights
 from exl3_triton.model.cache import Batch
@@ -17,12 +17,6 @@ from exl3_triton.reference import dequantize
 PUBLISHED = {"deepseek-v2-lite": 15.7, "deepseek-v3": 671, "deepseek-v3.2": 671, "glm-4.5-air": 106, "glm-4.7-flash": 30}
 GLM_5_2 = 753_329_921_024  # with the next-token layer, from the checkpoint's headers
 TINY = ModelConfig.from_dict({**CONFIG, "hidden_size": 256, "n_routed_experts": 8})
-GQA = {
-    "model_type": "glm4_moe", "vocab_size": 160, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 200, "moe_intermediate_size": 96, "n_routed_experts": 4,
-    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-    "routed_scaling_factor": 1.0, "max_position_embeddings": 256, "attention_bias": True, "use_qk_norm": True,
-}  # fmt: skip
 
 
 def parameters(model):

@@ -102,18 +102,6 @@ def _sortable(scores, i, width, position):
 
 
 @triton.jit
-def _next_byte(count, k):
-    """(the next byte of the k-th largest key, k less the keys above it); count [256]: candidates by their next byte.
-
-    Zero and k where there are fewer than k candidates.
-    """
-    v = tl.arange(0, 256)
-    from_here = tl.sum(count, axis=0) - tl.cumsum(count, axis=0) + count  # keys of this byte or a higher one
-    byte = tl.maximum(tl.sum((from_here >= k).to(tl.int32), axis=0) - 1, 0)
-    return byte.to(tl.uint32), k - tl.sum(tl.where(v > byte, count, 0), axis=0)
-
-
-@triton.jit
 def _threshold(counts, k, DIGITS: tl.constexpr):
     """(the first DIGITS bytes of the k-th largest key, how many of those that begin with them are among the k largest).
 
@@ -122,18 +110,12 @@ def _threshold(counts, k, DIGITS: tl.constexpr):
     prefix = tl.zeros((), tl.uint32)
     v = tl.arange(0, 256)
     for digit in tl.static_range(DIGITS):
-        byte, k = _next_byte(tl.load(counts + digit * 256 + v), k)
-        prefix = prefix * 256 + byte
+        count = tl.load(counts + digit * 256 + v)
+        from_here = tl.sum(count, axis=0) - tl.cumsum(count, axis=0) + count  # keys of this byte or a higher one
+        byte = tl.maximum(tl.sum((from_here >= k).to(tl.int32), axis=0) - 1, 0)
+        k -= tl.sum(tl.where(v > byte, count, 0), axis=0)
+        prefix = prefix * 256 + byte.to(tl.uint32)
     return prefix, k
-
-
-@triton.jit
-def _candidates(key, prefix, DIGIT: tl.constexpr):
-    """int32 [256]: keys that begin with the DIGIT bytes of `prefix`, by their next byte."""
-    begins = key > 0
-    if DIGIT > 0:
-        begins = begins & ((key >> (32 - 8 * DIGIT)) == prefix)
-    return tl.histogram(((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=begins)
 
 
 @triton.jit
@@ -168,11 +150,17 @@ def _select_row_kernel(scores, positions, out, first_token, width, k, BLOCK: tl.
     position = tl.load(positions + first_token + row)
     out += row * k
     key = _sortable(scores + row * width, tl.arange(0, BLOCK), width, position)
+    # two bits of the k-th largest key at a time, by counting: the bins of a histogram would be fought for
     threshold = tl.zeros((), tl.uint32)
-    ties = k
-    for digit in tl.static_range(4):
-        byte, ties = _next_byte(_candidates(key, threshold, digit), ties)
-        threshold = threshold * 256 + byte
+    for digit in tl.static_range(16):
+        step: tl.constexpr = 1 << (30 - 2 * digit)
+        reached = (key >= threshold + step).to(tl.int64)
+        reached += (key >= threshold + 2 * step).to(tl.int64) << 20
+        reached += (key >= threshold + 3 * step).to(tl.int64) << 40
+        count = tl.sum(reached, axis=0)
+        at_least = ((count & 0xFFFFF) >= k).to(tl.uint32) + (((count >> 20) & 0xFFFFF) >= k).to(tl.uint32)
+        threshold += (at_least + ((count >> 40) >= k).to(tl.uint32)) * step
+    ties = k - tl.sum((key > threshold).to(tl.int32), axis=0)
     _write_best(out, key, 0, threshold, ties, 0, 0, BLOCK)
     _write_nothing(out, position, width, k, BLOCK)
 
@@ -194,7 +182,10 @@ def _count_kernel(
         counts += row * 1024
         key = _sortable(scores + row * width, start + tl.arange(0, BLOCK), width, position)
         prefix, _ = _threshold(counts, k, DIGIT)
-        count = _candidates(key, prefix, DIGIT)
+        begins = key > 0
+        if DIGIT > 0:
+            begins = begins & ((key >> (32 - 8 * DIGIT)) == prefix)
+        count = tl.histogram(((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=begins)
         v = tl.arange(0, 256)
         tl.atomic_add(counts + DIGIT * 256 + v, count, mask=count > 0, sem="relaxed")
         if DIGIT == 3:
