@@ -256,6 +256,9 @@ class LLM:
                 else:
                     self._load(scheduler.decoding)
                 yield from outputs
+        except FloatingPointError:
+            self._allocator.forget()  # whatever brought NaN may be in pages that others would take over
+            raise
         finally:
             scheduler.clear()
             self._busy = False
