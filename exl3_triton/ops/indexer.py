@@ -19,7 +19,7 @@ from .tuning import device_of
 
 MAX_TOPK = 16384
 _SEGMENT = 4096  # scores of a row that one program counts
-_SCORES = 1 << 24  # fp32 scores in scratch: max(1, _SCORES // max_context) tokens are scored and selected at a time
+SCORES = 1 << 24  # fp32 scores in scratch: max(1, SCORES // max_context) tokens are scored and selected at a time
 
 
 class ScoreTile(NamedTuple):
@@ -249,7 +249,7 @@ def _launch_index_select(
     positions: Tensor,
     topk: int,
     max_context: int,
-    scratch_scores: int = _SCORES,
+    scratch_scores: int = SCORES,
 ) -> Tensor:
     tokens = q.shape[0]
     width = min(max_context, block_table.shape[1] * PAGE)

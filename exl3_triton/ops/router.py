@@ -16,7 +16,7 @@ from ._triton import start_next, tl, triton, wait_previous
 SEGMENT = 512  # inputs summed by one chain of additions
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
-_SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
+SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -134,7 +134,7 @@ def _launch_router(
         return weights, ids
     x, weight = launchable(x), launchable(weight)
     segments = triton.cdiv(width, SEGMENT)
-    split = tokens <= _SPLIT_TOKENS
+    split = tokens <= SPLIT_TOKENS
     parts = segments if split else 1
     block_t, block_e = (16, 16) if split else (32, 64)  # tiles from 64 x 64 on become TF32 on sm_100, "ieee" or not
     logits = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
