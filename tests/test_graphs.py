@@ -73,7 +73,8 @@ def texts(llm: LLM, params):
 def test_outputs_equal_those_without_graphs(speculate):
     """Bit for bit: a bucket's kernels are those of its rows, and padding rows change nothing."""
     model = exl3_triton.load(DEMO, device="cuda", progress=False, mtp=speculate > 0)
-    options = {"max_batch": 4, "speculate": speculate, "cache_tokens": 1024}
+    tokenizer = exl3_triton.Tokenizer.from_dir(DEMO)
+    options = {"max_batch": 4, "speculate": speculate, "cache_tokens": 1024, "tokenizer": tokenizer}
     eager, graphed = LLM(model, graphs=False, **options), LLM(model, graphs=True, **options)
     assert "CUDA graphs" in graphed.describe()
     assert "CUDA graphs" not in eager.describe()

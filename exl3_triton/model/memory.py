@@ -33,7 +33,7 @@ from ..format import ExpertWeights
 from ..kv_format import PAGE
 from ..ops import attention, gqa, indexer, prefill
 from ..ops.linear import SCRATCH_ELEMENTS
-from ..ops.router import SEGMENT, SPLIT_TOKENS
+from ..ops.router import SEGMENT, SEGMENT_WIDE, SPLIT_TOKENS
 from ..ops.tuning import device_of, select_linear
 from .attention import MLA, Indexer
 from .cache import KVCache, pages_for
@@ -128,7 +128,8 @@ def _feed_forward(module: nn.Module, work: Pass) -> int:
         return _gated_mlp(module, work)
     assert isinstance(module, MoE)
     c, out = module.config, 4 * work.rows * module.config.hidden_size
-    parts = -(-c.hidden_size // SEGMENT) if work.rows <= SPLIT_TOKENS else 1
+    segment = SEGMENT_WIDE if module.gate.dtype == torch.float32 else SEGMENT
+    parts = -(-c.hidden_size // segment) if work.rows <= SPLIT_TOKENS else 1
     routes = 4 * work.rows * (parts * c.num_experts + 2 * c.experts_per_token)
     shared = 0 if module.shared is None else max(_gated_mlp(module.shared, work), 2 * out)
     return routes + out + shared
@@ -207,7 +208,8 @@ def _indexer(module: Indexer, work: Pass, size: int) -> int:
     )
     wide = 4 * rows * c.hidden_size  # the indexer's head weights come from the state in fp32
     width = -(-work.context // PAGE) * PAGE
-    one = 4 * width + width // 4 + 8192  # a sixteenth more, and a few counters, to select
+    segments = -(-width // indexer.SEGMENT)
+    one = 4 * width + (4 * 1024 + 4 * 257 * segments if segments > 1 else 0)  # counters of a row's digits
     scores = min(rows, max(1, indexer.SCORES // width)) * one
     return max(
         keys,

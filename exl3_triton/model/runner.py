@@ -1,13 +1,12 @@
 """Generation: prompts in, tokens and text out as they come.
 
-One flat batch a step: sequences join when cache pages are free and leave when they end. A prompt is prefilled in chunks, one
-chunk between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can
-ever need are taken when it joins; it never has to be stopped halfway.
+A step decodes all running sequences as one flat batch, then prefills some prompt tokens of those that wait; `scheduler.py`
+says which, and who is paused where the cache is full.
 
 The decode step works on buffers of constant address, rows 0..n-1 in use and the rest padding (position -1, slot -1), and the
 chosen tokens, positions and slots advance on the device: the host reads one small tensor a step, and writes only when a
-sequence joins or leaves. With speculation (`speculate.py`) a step gives a sequence several tokens; grammars (`grammar.py`)
-live on the host, and their masks go to the device before each step.
+sequence joins or leaves or gets another page. With speculation (`speculate.py`) a step gives a sequence several tokens;
+grammars (`grammar.py`) live on the host, and their masks go to the device before each step.
 """
 
 from __future__ import annotations
@@ -49,11 +48,13 @@ class LLM:
             than fits on a GPU is refused before weights are read.
         gpu_memory: the part of a GPU's memory that may be in use in the end, above 0 and at most 1.
         max_batch: most sequences decoded together.
-        prefill_chunk: most prompt tokens fed in one forward pass.
+        prefill_chunk: most prompt tokens fed between two decode steps, of all sequences together.
         speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
-            distribution, greedy text is the same up to rounding at ties.
+            distribution, greedy text is the same up to rounding at ties. The text of a seed depends on the drafts; a pause
+            (`scheduler.py`) drops them.
         kv: how the trunk's cache is stored: "bf16" (which stands for the model's dtype), "fp8", and for MLA "nvfp4" and
             "nvfp4-fp8rope" (`kv_format`). Packed rows take less memory and cost accuracy; the draft's cache is never packed.
+        prefix_caching: prompts take over cache pages whose tokens they begin with, also of texts that have ended.
         graphs: whether the decode step runs as CUDA graphs (`graphs.py`). Default: on a GPU, unless experts are unquantized
             (their row counts are read on the host). True requires it.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
@@ -63,6 +64,7 @@ class LLM:
         max_context: positions that one sequence can really use.
         vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
         kv: the cache's format.
+        scheduling: counts of prefilled and reused tokens and of pauses since loading.
         speculation: counts of what speculation brought since loading, None without it.
 
     Raises:
@@ -171,7 +173,7 @@ class LLM:
             )
         self._graphs: DecodeGraphs | None = None
         if use_graphs(model, graphs):
-            self._graphs = DecodeGraphs(max_batch, model.device, buffers=self._step_buffers, clear=self._clear_rows)
+            self._graphs = DecodeGraphs(max_batch, model.device, buffers=self._step_buffers, clear=self._rows.clear)
         self._busy = False
 
     @property
@@ -367,18 +369,8 @@ class LLM:
 
     def _step_buffers(self) -> list[Tensor]:
         """What a step changes in place, besides the caches."""
-        rows = self._rows
-        state = [rows.tokens, rows.positions, rows.slots, rows.block_table]
-        state += [] if self._seen is None else [self._seen]
+        state = self._rows.buffers + ([] if self._seen is None else [self._seen])
         return state if self._speculator is None else [*state, *self._speculator.buffers]
-
-    def _clear_rows(self) -> None:
-        """Make every row padding, for the moment."""
-        rows = self._rows
-        rows.tokens.zero_()
-        rows.positions.fill_(-1)
-        rows.slots.fill_(-1)
-        rows.block_table.zero_()
 
     def _masks_of(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
         """The grammars' masks int32 [sequences * each, words] for the next step's rows, on the host; None where no sequence
