@@ -23,6 +23,7 @@ from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
 from .graphs import DecodeGraphs, use_graphs
 from .memory import cache_pages
+from .paths import kernel_paths
 from .prompts import Prompt, as_list, tokens_of
 from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
@@ -430,7 +431,7 @@ def describe(model: Transformer) -> str:
     if use_triton(torch.zeros((), device=model.device)):
         import triton
 
-        kernels = f"triton {triton.__version__}"
+        kernels = f"triton {triton.__version__}; {kernel_paths(model)}"
     name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
