@@ -37,7 +37,7 @@ from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import layout_variant_for
 from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
-from exl3_triton.ops.tuning import Device, select_linear
+from exl3_triton.ops.tuning import Device, LinearConfig, select_linear
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121", "gfx942", "gfx1100", "gfx1201")
 SHARED_LIMIT = 99 * 1024  # bytes that a block may use on sm_86, 89 and 120; the smallest of the targets
@@ -230,45 +230,50 @@ def audit_linear(
     variant: int | None = None,
 ) -> AuditReport:
     """The product kernel of `ops.linear` for one matrix [k, n], with the settings that a call of `rows` rows uses."""
-    twice_bits, blocks = round(2 * bits), n // 128
-    config = select_linear(rows, k, blocks, Device(_family(gpu), 1), twice_bits)
+    twice_bits = round(2 * bits)
+    config = select_linear(rows, k, n // 128, Device(family_of(gpu), 1), twice_bits)
     if config is None:
         raise ValueError(f"rows {rows}: the weights are decoded once there; audit the kernel `decode`")
-    constants = {
-        "K": k,
-        "CLASSES": ((twice_bits, int(codebook), n, n, 0, 0, 1, 0),),
-        "BLOCKS": blocks,
-        "BLOCK_M": config.block_m,
-        "BLOCK_K": config.block_k,
-        "SPLIT": split,
-        "VARIANT": layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant,
-        "PREFETCH": config.prefetch,
-        "OVERLAP": _overlaps(gpu) and rows <= OVERLAP_ROWS,
-    }
-    signature = {
-        "xh": "*fp16",
-        "exponents": "*i32",
-        "words": ("*i32",),
-        "svh": ("*fp16",),
-        "bias": ("*fp16",),
-        "y": ("*bf16",),
-    }
-    signature |= {"partial": "*fp32", "m": "i32"}
+    launch = product_launch(gpu, k, n, twice_bits, codebook, config._replace(split=split), rows, variant)
     return audit(
-        _product_kernel,
-        signature,
-        constants,
-        gpu,
-        {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers},
-        labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": constants["VARIANT"]},
+        *launch,
+        labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": launch[2]["VARIANT"]},
         weights_per_thread=128 * config.block_k // (32 * config.num_warps),
         activation_bytes=2 * config.block_m * config.block_k,
     )
 
 
+def product_launch(
+    gpu: GPUTarget,
+    k: int,
+    n: int,
+    twice_bits: int,
+    codebook: Codebook,
+    config: LinearConfig,
+    rows: int,
+    variant: int | None = None,
+) -> tuple[Any, dict[str, Any], dict[str, Any], GPUTarget, dict[str, Any]]:
+    """The arguments of `compile_for` for the product of `ops.linear`: one matrix, calls of `rows` rows."""
+    constants = {
+        "K": k,
+        "CLASSES": ((twice_bits, int(codebook), n, n, 0, 0, 1, 0),),
+        "BLOCKS": n // 128,
+        "BLOCK_M": config.block_m,
+        "BLOCK_K": config.block_k,
+        "SPLIT": config.split,
+        "VARIANT": layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant,
+        "PREFETCH": config.prefetch,
+        "OVERLAP": overlaps(gpu) and rows <= OVERLAP_ROWS,
+    }
+    signature: dict[str, Any] = {"xh": "*fp16", "exponents": "*i32", "words": ("*i32",)}
+    signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
+    options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers}
+    return _product_kernel, signature, constants, gpu, options
+
+
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
-    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": _overlaps(gpu)}
+    constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": overlaps(gpu)}
     signature = {"exponents": "*i32", "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 
@@ -283,19 +288,20 @@ def audit_decode(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport
     )
 
 
-def _overlaps(gpu: GPUTarget) -> bool:
+def overlaps(gpu: GPUTarget) -> bool:
     """As `ops._dispatch.overlap` decides for few rows."""
     return gpu.backend == "cuda" and int(gpu.arch) >= 90
 
 
-def _family(gpu: GPUTarget) -> str:
+def family_of(gpu: GPUTarget) -> str:
+    """The device family (`ops.tuning.Device`) of a target."""
     return "hip" if gpu.backend == "hip" else "sm_90" if gpu.arch == 90 else "cuda"
 
 
 def audit_rotate_input(gpu: GPUTarget, *, k: int = 4096, matrices: int = 2) -> AuditReport:
     """The rotation of the activations, bf16 in."""
     variant = layout_variant_for(gpu.backend, gpu.arch)
-    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "OVERLAP": _overlaps(gpu)}
+    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "OVERLAP": overlaps(gpu)}
     signature = {"x": "*bf16", "suh": ("*fp16",) * matrices, "xh": "*fp16", "exponents": "*i32", "stride": "i32"}
     return audit(_rotate_input_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"matrices": matrices})
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import tables
 from .format import TWICE_BITS, Codebook, ExpertWeights, format_code, padded_size
 from .ops._dispatch import use_triton
 from .ops.moe import (
@@ -35,9 +36,13 @@ from .ops.moe import (
     expert_tensors,
     run_moe,
 )
+from .ops.tuning import Device, device_of
 
 _PREFIX = "EXL3_TRITON_"
 _UNPLANNED_ROWS = 4096  # rows at a time of calls without a plan
+_DECODE_BLOCK = 8
+DECODE_RANGE = 32
+"""The rows by which tables name the decode plan, whatever its window is."""
 _PREFILL_BLOCKS = (16, 32, 64, 128)
 _WAVE = 768  # programs of one wave of a large GPU: 6 on each of 128 multiprocessors
 
@@ -62,15 +67,15 @@ def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
 class DispatchPolicy:
     """Windows and blocks by which a plan dispatches. Fields carry the name of their environment variable, EXL3_TRITON_*.
 
-    min_m..max_m rows run the decode plan, in blocks of block_m rows an expert; more rows run the prefill plan (unless
-    `prefill` is off), in blocks of prefill_block_m (None: by the rows that an expert gets on average) and slices of at most
-    prefill_capacity rows (None: the plan's max_tokens); everything else takes the reference path, prefill_chunk rows at a
-    time. Raises ValueError naming the variable for illegal values.
+    min_m..max_m rows run the decode plan, in blocks of block_m rows an expert (None: the device's table, else 8); more rows
+    run the prefill plan (unless `prefill` is off), in blocks of prefill_block_m (None: the device's table, else by the rows
+    that an expert gets on average) and slices of at most prefill_capacity rows (None: the plan's max_tokens); everything else
+    takes the reference path, prefill_chunk rows at a time. Raises ValueError naming the variable for illegal values.
     """
 
     min_m: int = 1
     max_m: int = 32
-    block_m: int = 8
+    block_m: int | None = None
     prefill: bool = True
     prefill_block_m: int | None = None
     prefill_capacity: int | None = None
@@ -94,7 +99,7 @@ class DispatchPolicy:
         return cls(
             min_m=_positive(environ, "MIN_M", cls.min_m),
             max_m=_positive(environ, "MAX_M", cls.max_m),
-            block_m=_positive(environ, "BLOCK_M", cls.block_m),
+            block_m=_positive(environ, "BLOCK_M", 0) or None,
             prefill=_switch(environ, "PREFILL", cls.prefill),
             prefill_block_m=_positive(environ, "PREFILL_BLOCK_M", 0) or None,
             prefill_capacity=_positive(environ, "PREFILL_CAPACITY", 0) or None,
@@ -168,20 +173,43 @@ def _split(blocks: int, steps: int) -> int:
     return -(-steps // -(-steps // parts))
 
 
-def _decode_regime(dims: Dims, rows: int, block_m: int) -> Regime:
+@functools.cache
+def _tuned(dims: Dims, format_code: int, device: Device) -> tuple[Regime, ...]:
+    """The device's table for experts of these sizes, in ascending order of rows, the decode plan's first; may be empty."""
+    if not device.name:
+        return ()
+    entries = tables.entries_for("moe", device.name, device.capability, device.processors)
+    sizes = (dims.num_experts, dims.hidden, dims.intermediate, dims.top_k)
+    problem = (*sizes, Codebook(format_code % 4).label, format_code // 4 / 2)
+    found = sorted((key[-1], entry.config) for key, (entry, _) in entries.items() if key[:-1] == problem)
+    return tuple(Regime(rows, sequential=0, half=int(rows > DECODE_RANGE), **config) for rows, config in found)
+
+
+def _decode_regime(dims: Dims, rows: int, block_m: int | None, tuned: tuple[Regime, ...] = ()) -> Regime:
+    if block_m is None:
+        for regime in tuned:
+            if regime.rows == DECODE_RANGE:
+                return regime._replace(rows=rows)
+        block_m = _DECODE_BLOCK
     hidden, intermediate = dims.hidden // 128, dims.intermediate // 128
     wide, down = _split(dims.top_k * 2 * intermediate, hidden), _split(dims.top_k * hidden, intermediate)
     return Regime(rows, block_m, wide, down, sequential=0, half=0)
 
 
-def _prefill_regimes(dims: Dims, capacity: int, block_m: int | None) -> tuple[Regime, ...]:
-    """One regime of blocks of `block_m`, or (None) blocks of twice the rows that an expert gets on average.
+def _prefill_regimes(dims: Dims, capacity: int, block_m: int | None, tuned: tuple[Regime, ...] = ()) -> tuple[Regime, ...]:
+    """One regime of blocks of `block_m`; or (None) a table's, or blocks of twice the rows that an expert gets on average.
 
     Below half of the capacity gate and up run at once: the arena holds the rotated rows of both.
     """
     if block_m is not None:
         return (Regime(capacity, block_m, 1, 1, sequential=1, half=1),)
-    regimes = []
+    regimes: list[Regime] = []
+    wider = [regime for regime in tuned if regime.rows > DECODE_RANGE]
+    for regime, following in zip(wider, [*wider[1:], None]):
+        if regime.rows >= capacity or following is None:
+            return (*regimes, regime._replace(rows=capacity, sequential=1))
+        if regime[1:] != following[1:] or 2 * following.rows > capacity:  # else the next one serves these rows as well
+            regimes.append(regime._replace(sequential=int(2 * regime.rows > capacity)))
     for size in _PREFILL_BLOCKS:
         rows = size * dims.num_experts // (2 * dims.top_k)
         if size == _PREFILL_BLOCKS[-1] or rows >= capacity:
@@ -191,13 +219,14 @@ def _prefill_regimes(dims: Dims, capacity: int, block_m: int | None) -> tuple[Re
     return tuple(regimes)
 
 
-def default_schedule(dims: Dims, tokens: int) -> Schedule:
+def default_schedule(dims: Dims, tokens: int, format_code: int, device: Device) -> Schedule:
     """The schedule of a call that brought no plan: the environment's windows, scratch for about its own number of rows."""
     policy = default_policy()
+    tuned = _tuned(dims, format_code, device)
     rows = min(-(-tokens // 256) * 256, policy.prefill_capacity or _UNPLANNED_ROWS)
-    decode = _decode_regime(dims, policy.max_m, policy.block_m) if tokens <= policy.max_m else None
+    decode = _decode_regime(dims, policy.max_m, policy.block_m, tuned) if tokens <= policy.max_m else None
     prefills = policy.prefill and tokens > policy.max_m
-    prefill = _prefill_regimes(dims, rows, policy.prefill_block_m) if prefills else ()
+    prefill = _prefill_regimes(dims, rows, policy.prefill_block_m, tuned) if prefills else ()
     return Schedule(tokens, policy.min_m, policy.prefill_chunk, decode, prefill)
 
 
@@ -209,6 +238,7 @@ class MoePlan:
     schedule: Schedule
     policy: DispatchPolicy
     block_m: int | None = None
+    device: Device | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -256,7 +286,7 @@ class MoePlan:
         """The plan for another capacity; its arena has another size. Raises RuntimeError during a CUDA graph capture."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"moe: replan({max_tokens}) during a CUDA graph capture: plan before, a graph keeps its arena")
-        return plan_moe(self.spec, max_tokens=max_tokens, block_m=self.block_m, policy=self.policy)
+        return plan_moe(self.spec, max_tokens=max_tokens, block_m=self.block_m, policy=self.policy, device=self.device)
 
     def new_arena(self, device: torch.device | str) -> Tensor:
         """Scratch of the right size, uninitialised."""
@@ -308,8 +338,18 @@ class BoundMoe:
         return out
 
 
-def plan_moe(spec: MoeSpec, *, max_tokens: int, block_m: int | None = None, policy: DispatchPolicy | None = None) -> MoePlan:
+def plan_moe(
+    spec: MoeSpec,
+    *,
+    max_tokens: int,
+    block_m: int | None = None,
+    policy: DispatchPolicy | None = None,
+    device: torch.device | str | Device | None = None,
+) -> MoePlan:
     """A plan for calls of 1..max_tokens rows.
+
+    device: where it will run: blocks, tiles and the split of k come from its table (`tables.py`) where that has the layer's
+    sizes and highest format; by default from the rules, which look at sizes alone.
 
     policy: windows and blocks (default: the environment's, `DispatchPolicy.from_env`). block_m: a single regime with blocks of
     this many rows for all calls instead, of the decode kind where max_tokens <= policy.max_m, else of the prefill kind. Rows
@@ -317,6 +357,9 @@ def plan_moe(spec: MoeSpec, *, max_tokens: int, block_m: int | None = None, poli
     a prefill_capacity above max_tokens.
     """
     policy = default_policy() if policy is None else policy
+    if isinstance(device, (str, torch.device)):
+        device = device_of(torch.device(device))
+    tuned = () if device is None else _tuned(spec.dims, max(spec.formats), device)
     if max_tokens < 1:
         raise ValueError(f"plan_moe: max_tokens={max_tokens}: must be positive")
     capacity = max_tokens if policy.prefill_capacity is None else policy.prefill_capacity
@@ -331,10 +374,10 @@ def plan_moe(spec: MoeSpec, *, max_tokens: int, block_m: int | None = None, poli
         else:
             prefill = _prefill_regimes(spec.dims, capacity, block_m)
     else:
-        decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m)
+        decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m, tuned)
         if policy.prefill and max_tokens > policy.max_m:
-            prefill = _prefill_regimes(spec.dims, capacity, policy.prefill_block_m)
-    return MoePlan(spec, Schedule(max_tokens, policy.min_m, policy.prefill_chunk, decode, prefill), policy, block_m)
+            prefill = _prefill_regimes(spec.dims, capacity, policy.prefill_block_m, tuned)
+    return MoePlan(spec, Schedule(max_tokens, policy.min_m, policy.prefill_chunk, decode, prefill), policy, block_m, device)
 
 
 __all__ = ["BoundMoe", "DispatchPolicy", "MoePlan", "MoeSpec", "default_policy", "plan_moe"]

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from autotune.audit import audit, target
-from autotune.moe import family_of
+from autotune.audit import audit, family_of, target
 from exl3_triton.format import Codebook
 from exl3_triton.ops.layout import K_ORDER4, layout_variant_for
 from exl3_triton.ops.tuning import Device

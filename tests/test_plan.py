@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def test_policy_defaults_and_environment():
-    assert DispatchPolicy.from_env({}) == DispatchPolicy(1, 32, 8, True, None, None, 128)
+    assert DispatchPolicy.from_env({}) == DispatchPolicy(1, 32, None, True, None, None, 128)
     environ = {
         "EXL3_TRITON_MIN_M": "2",
         "EXL3_TRITON_MAX_M": " 48 ",

@@ -104,6 +104,7 @@ class Transformer(nn.Module):
             replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
             max_tokens=self.max_context,
             policy=replace(policy, prefill_capacity=capacity),
+            device=self.device,
         )
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:

@@ -141,6 +141,20 @@ def _write_nothing(out, position, width, k, BLOCK: tl.constexpr):
         tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
 
 
+@triton.jit
+def _next_bits(key, threshold, k, SHIFT: tl.constexpr):
+    """`threshold` with the two bits at SHIFT of the k-th largest key, found by counting: the bins of a histogram would be
+    fought for.
+    """
+    step = tl.full((), 1, tl.uint32) << SHIFT
+    reached = (key >= threshold + step).to(tl.int64)  # three counts in one
+    reached += (key >= threshold + 2 * step).to(tl.int64) << 20
+    reached += (key >= threshold + 3 * step).to(tl.int64) << 40
+    count = tl.sum(reached, axis=0)
+    bits = ((count & 0xFFFFF) >= k).to(tl.uint32) + (((count >> 20) & 0xFFFFF) >= k).to(tl.uint32)
+    return threshold + (bits + ((count >> 40) >= k).to(tl.uint32)) * step
+
+
 @triton.jit(do_not_specialize=["first_token", "width", "k"], do_not_specialize_on_alignment=["positions"])
 def _select_row_kernel(scores, positions, out, first_token, width, k, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """The k best of a row of at most BLOCK scores, ascending, then -1."""
@@ -150,16 +164,9 @@ def _select_row_kernel(scores, positions, out, first_token, width, k, BLOCK: tl.
     position = tl.load(positions + first_token + row)
     out += row * k
     key = _sortable(scores + row * width, tl.arange(0, BLOCK), width, position)
-    # two bits of the k-th largest key at a time, by counting: the bins of a histogram would be fought for
     threshold = tl.zeros((), tl.uint32)
     for digit in tl.static_range(16):
-        step: tl.constexpr = 1 << (30 - 2 * digit)
-        reached = (key >= threshold + step).to(tl.int64)
-        reached += (key >= threshold + 2 * step).to(tl.int64) << 20
-        reached += (key >= threshold + 3 * step).to(tl.int64) << 40
-        count = tl.sum(reached, axis=0)
-        at_least = ((count & 0xFFFFF) >= k).to(tl.uint32) + (((count >> 20) & 0xFFFFF) >= k).to(tl.uint32)
-        threshold += (at_least + ((count >> 40) >= k).to(tl.uint32)) * step
+        threshold = _next_bits(key, threshold, k, 30 - 2 * digit)
     ties = k - tl.sum((key > threshold).to(tl.int32), axis=0)
     _write_best(out, key, 0, threshold, ties, 0, 0, BLOCK)
     _write_nothing(out, position, width, k, BLOCK)

@@ -331,7 +331,8 @@ def _launch_linears(
         blocks += classes[-1].count * (classes[-1].padded_out // 128)
     padded_in = trellises[0].shape[0] * 16
     if config is None:
-        config = select_linear(m, padded_in, blocks, device_of(x.device), max(c.twice_bits for c in classes))
+        highest = max((c.twice_bits, c.codebook) for c in classes)
+        config = select_linear(m, padded_in, blocks, device_of(x.device), *highest)
     constants = tuple(c.constants for c in classes)
     with device_guard(x):
         xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in)

@@ -50,7 +50,10 @@ class Dims(NamedTuple):
 
 
 class Regime(NamedTuple):
-    """How calls of up to `rows` tokens run: everything that the order of summation and the scratch depend on."""
+    """How calls of up to `rows` tokens run: everything that the order of summation and the scratch depend on.
+
+    The last five are a `Tile`; with block_k = 0 it is the device's, `tile_for`.
+    """
 
     rows: int
     block_m: int
@@ -58,6 +61,17 @@ class Regime(NamedTuple):
     down_split: int  # the same for down; 1 where `half` is set
     sequential: int  # 1: gate and up go one after the other through one buffer of rotated rows
     half: int  # 1: down's results wait for the combination as scaled fp16, 0: as fp32
+    block_k: int = 0
+    warps: int = 0
+    registers: int = 0
+    small: int = 0
+    prefetch: int = 0
+
+    def tile(self, family: str) -> "Tile":
+        """The grouped GEMM's tile on a device family of `tuning.Device`."""
+        if self.block_k:
+            return Tile(self.block_k, self.warps, self.registers or None, self.small, bool(self.prefetch))
+        return tile_for(self.block_m, family)
 
     def blocks(self, dims: Dims) -> int:
         """Most blocks of `block_m` rows that any routing of `rows` tokens can need."""
@@ -181,7 +195,7 @@ class _Call(NamedTuple):
     ) -> None:  # fmt: skip
         """One grouped GEMM; `sides` are the projections (one, or gate and up) that share the rows `xh`."""
         dims, regime, s = self.dims, self.regime, self.scratch
-        tile = tile_for(regime.block_m, device_of(xh.device).family)
+        tile = regime.tile(device_of(xh.device).family)
         (words, table), (last_words, last_table) = ((trellis_words(side[0]), side[1]) for side in (sides[0], sides[-1]))
         main = 32 if regime.block_m == 48 else regime.block_m
         grid = (len(sides) * (n // _BLOCK_N) * split, max_blocks(self.routes, dims.num_experts, regime.block_m))
@@ -422,7 +436,7 @@ def _moe_unplanned_body(
     from ..plan import default_schedule  # plans know ops, not the other way round, but for this default
 
     dims = Dims(gate[2].shape[1], gate[3].shape[1], gate[1].shape[0], topk_ids.shape[1])
-    plan = default_schedule(dims, x.shape[0])
+    plan = default_schedule(dims, x.shape[0], max(*gate_formats, *up_formats, *down_formats), device_of(x.device))
     size = max((arena_layout(dims, regime)[1] for regime in plan.regimes), default=0)
     arena = torch.empty(size, dtype=torch.uint8, device=x.device)
     sides = (gate, up, down, gate_formats, up_formats, down_formats)

@@ -18,6 +18,7 @@ are loaded before the present one is decoded):
     128    3      12288 x 6144: not ahead           92.0 (11-30)     ahead                                116.9
 
 Other architectures take the settings that compile without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
+These are the rules; an entry for the device in a table (`exl3_triton/tables.py`), measured or predicted, goes before them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from .. import tables
+from ..format import Codebook
 
 
 class LinearConfig(NamedTuple):
@@ -84,10 +88,14 @@ _HIP = (
 
 
 class Device(NamedTuple):
-    """What the choice depends on: "sm_90", "cuda" (other NVIDIA GPUs), "hip" or "host", and the multiprocessors."""
+    """What the choice depends on: "sm_90", "cuda" (other NVIDIA GPUs), "hip" or "host", the multiprocessors, and by which
+    name and compute capability to look for a table (no name: the rules alone).
+    """
 
     family: str
     processors: int
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
 
 
 @cache
@@ -95,10 +103,12 @@ def device_of(device: torch.device) -> Device:
     """The `Device` of a torch device; a CPU (Triton's interpreter) counts as a small GPU."""
     if device.type != "cuda":
         return Device("host", 4)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count
     if torch.version.hip:
         return Device("hip", processors)
-    return Device("sm_90" if torch.cuda.get_device_capability(device) == (9, 0) else "cuda", processors)
+    capability = torch.cuda.get_device_capability(device)
+    return Device("sm_90" if capability == (9, 0) else "cuda", processors, properties.name, capability)
 
 
 def regimes(family: str) -> tuple[Regime, ...]:
@@ -130,15 +140,40 @@ def _form(regime: Regime, k: int, blocks: int, device: Device, twice_bits: int) 
     return behind if idle or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192) else regime
 
 
-def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6) -> LinearConfig | None:
+def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code: int) -> LinearConfig | None:
+    """A table's configuration for the device (`tables.py`); its split of k is scaled to the number of multiprocessors."""
+    if not device.name:
+        return None
+    codebook = Codebook(format_code % 4).label
+    key = (k, blocks * 128, codebook, format_code // 4 / 2, regime.rows)
+    found = tables.entries_for("linear", *device[2:], device.processors).get(key)
+    if found is None:
+        return None
+    entry, processors = found
+    config = LinearConfig(**entry.config)
+    if processors == device.processors:
+        return config
+    steps = k // config.block_k
+    parts = max(1, min(config.split * device.processors // processors, steps))
+    return config._replace(split=-(-steps // -(-steps // parts)))
+
+
+@cache
+def _configure(regime: Regime, k: int, blocks: int, device: Device, format_code: int) -> LinearConfig:
+    if (config := _from_table(regime, k, blocks, device, format_code)) is not None:
+        return config
+    form = _form(regime, k, blocks, device, format_code // 4)
+    split = split_of(form, k, blocks, device)
+    return LinearConfig(form.block_m, form.block_k, split, form.num_warps, form.registers, form.prefetch)
+
+
+def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6, codebook: int = 1) -> LinearConfig | None:
     """Launch parameters for m rows of a product over k with `blocks` blocks of 128 output features.
 
-    twice_bits: twice the highest rate among the matrices. None where decoding the weights once and a plain matrix product
-    are faster.
+    twice_bits, codebook: of the matrix with the highest rate (and codebook) of the launch. A table's entry for the device goes
+    before the rules. None where decoding the weights once and a plain matrix product are faster.
     """
     for regime in regimes(device.family):
         if m <= regime.rows:
-            form = _form(regime, k, blocks, device, twice_bits)
-            split = split_of(form, k, blocks, device)
-            return LinearConfig(form.block_m, form.block_k, split, form.num_warps, form.registers, form.prefetch)
+            return _configure(regime, k, blocks, device, 4 * twice_bits + codebook)
     return None

@@ -19,10 +19,11 @@ import sys
 from typing import Any
 
 import torch
-from timing import copies_for, header, limit_fraction, microseconds
 
+from autotune.bench import random_experts, random_matrix
+from autotune.timing import copies_for, header, limit_fraction, microseconds
 from exl3_triton import ops
-from exl3_triton.format import Codebook, ExpertProjection, ExpertWeights, TrellisWeight
+from exl3_triton.format import Codebook
 from exl3_triton.plan import MoeSpec, plan_moe
 
 CODEBOOKS = {codebook.label: codebook for codebook in Codebook}
@@ -37,28 +38,6 @@ LINEAR = {
     "qwen_up": (5120, 17408),
 }
 MOE = {"glm52_tp4": (256, 6144, 512, 8), "glm52_tp1": (256, 6144, 2048, 8), "glm45air_tp1": (128, 4096, 1408, 8)}
-
-
-def random_matrix(k: int, n: int, bits: float, codebook: Codebook) -> TrellisWeight:
-    """A matrix of random trellis data with scales of a realistic size."""
-    shape = (-(-k // 128) * 8, -(-n // 128) * 8, int(16 * bits))
-    trellis = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, device="cuda")
-    suh = torch.randn(shape[0] * 16, device="cuda").sign() * 0.02
-    svh = torch.randn(shape[1] * 16, device="cuda").sign()
-    return TrellisWeight(trellis, suh.half(), svh.half(), codebook, None, k, n)
-
-
-def random_experts(experts: int, hidden: int, intermediate: int, bits: float, codebook: Codebook) -> ExpertWeights:
-    """A layer of random experts of one rate and codebook."""
-    hidden_padded, inner_padded = -(-hidden // 128) * 128, -(-intermediate // 128) * 128
-    projections = []
-    for k, n in ((hidden_padded, inner_padded), (hidden_padded, inner_padded), (inner_padded, hidden_padded)):
-        projection = ExpertProjection.allocate([(int(2 * bits), int(codebook))] * experts, k, n, device="cuda")
-        projection.words.random_(-(1 << 15), 1 << 15)
-        projection.suh.copy_(torch.randn(experts, k, device="cuda").sign() * 0.02)
-        projection.svh.copy_(torch.randn(experts, n, device="cuda").sign())
-        projections.append(projection)
-    return ExpertWeights(*projections, hidden, intermediate)
 
 
 def measure_linear(case: dict[str, Any], limits: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,7 +68,7 @@ def measure_moe(case: dict[str, Any], limits: dict[str, Any] | None) -> dict[str
     experts, hidden, inner, top_k = case["E"], case["H"], case["I"], case["top"]
     m, bits = case["m"], case["bits"]
     weights = random_experts(experts, hidden, inner, bits, CODEBOOKS[case["codebook"]])
-    plan = plan_moe(MoeSpec.of(weights, top_k), max_tokens=m)
+    plan = plan_moe(MoeSpec.of(weights, top_k), max_tokens=m, device="cuda")
     bound = plan.bind(plan.new_arena("cuda"))
     x = torch.randn(m, hidden, device="cuda", dtype=torch.float16)
     out = torch.empty_like(x)

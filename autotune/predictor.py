@@ -1,0 +1,234 @@
+"""How long a candidate takes, from its compiled code: for GPUs that need not be there.
+
+A product's time on a multiprocessor is the largest of what its pipes need (issue, integer, multiplier, fp16, tensor core,
+memory instructions), DRAM and L2, joined with the time that one program's chain of steps takes when too few programs hide it;
+the launches around it and the partial sums are added. `Parameters` are fitted to measurements (`autotune.fit`); architectures
+are in `machine.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from exl3_triton.ops.tuning import LinearConfig
+
+from .features import Features
+from .machine import Machine
+from .problems import LinearProblem, MoeProblem, Problem
+from .space import MoeConfig, resident
+
+VERSION = 1
+FITTED = Path(__file__).parent / "parameters.json"
+
+_ALU = ("LOP3", "SHF", "SHL", "PRMT", "IADD", "ISETP", "SEL", "SGXT", "BMSK", "LEA", "IMNMX", "VABS", "PLOP3", "FSETP", "IABS")
+_FMA = ("IMAD", "FFMA", "FMUL", "FADD", "IDP", "I2FP")
+_HALF = ("HADD2", "HMUL2", "HFMA2", "F2FP")
+_MEMORY = ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL", "LDC")
+_WIDTHS = {"64": 2, "128": 4}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What no data sheet says. Cycles unless said otherwise."""
+
+    issue: float = 1.2  # slots that an instruction takes of its scheduler, waiting included
+    chain: float = 2.0  # cycles between two instructions of one warp that is alone
+    load: float = 700.0  # wait for a load of the step
+    ahead: float = 150.0  # the same where the step's operands were loaded a step before
+    sync: float = 60.0  # barriers and the matrix instruction's latency
+    access: float = 2.0  # a 128-byte access of the memory pipe
+    spill: float = 8.0  # an access to local memory
+    narrow: float = 32.0  # tokens that a matrix instruction costs at least
+    sharp: float = 3.0  # exponent of the joint of throughput and latency
+    partial: float = 1.0  # cost of partial sums, in passes through L2
+    start: float = 1500.0  # a program's beginning and end
+    launch: float = 2.0  # microseconds of a call beside its products
+    rows: float = 1.0  # cost of rotating and adding rows, in passes through L2
+    experts: float = 8.0  # microseconds of an expert layer's other kernels
+
+
+@functools.cache
+def fitted() -> Parameters:
+    """The parameters that the package comes with."""
+    return Parameters(**json.loads(FITTED.read_text())["parameters"])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of the main loop, instructions of a warp by pipe; memory in accesses of 128 bytes."""
+
+    total: int
+    alu: int
+    fma: int
+    half: int
+    memory: int
+    spilled: int
+
+
+def step_of(loop: Mapping[str, int]) -> Step:
+    """Opcodes of a loop, sorted by the pipe that runs them."""
+    counts = dict.fromkeys(("alu", "fma", "half", "memory", "spilled"), 0)
+    for opcode, count in loop.items():
+        name, *modifiers = opcode.split(".")
+        if name.startswith(_ALU):
+            counts["alu"] += count
+        elif name.startswith(_FMA):
+            counts["fma"] += count
+        elif name.startswith(_HALF):
+            counts["half"] += count
+        elif name in _MEMORY:
+            counts["memory"] += count * max((_WIDTHS.get(part, 1) for part in modifiers), default=1)
+            counts["spilled"] += count if name in ("LDL", "STL") else 0
+    return Step(sum(loop.values()), **counts)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A launch of one of the products: what its time depends on. Tiles are 128 outputs wide.
+
+    steps: passes of the loop a program; programs of `tokens` columns each; dram, l2: bytes.
+    """
+
+    step: Step
+    warps: int
+    registers: int
+    shared: int
+    outside: int
+    block_k: int
+    ahead: bool
+    parts: tuple[tuple[float, int], ...]  # (programs, tokens of their matrix instruction)
+    steps: float
+    dram: float
+    l2: float
+
+
+def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
+    """Seconds of one product."""
+    most = resident(p.registers, p.shared, p.warps, machine)
+    programs = sum(count for count, _ in p.parts)
+    tokens = sum(count * max(width, q.narrow) for count, width in p.parts) / programs
+    w, s = p.warps, p.step
+    pipes = (
+        q.issue * w * s.total / 4,
+        w * 32 * s.alu / machine.alu,
+        w * 32 * s.fma / machine.fma,
+        w * 32 * s.half / machine.half,
+        w * (q.access * s.memory + q.spill * s.spilled),
+        2 * 128 * tokens * p.block_k / machine.tensor,
+    )
+    # what the pipes cannot overlap perfectly: a high norm instead of the maximum
+    busy = sum(pipe**6 for pipe in pipes) ** (1 / 6)
+    wait = (q.ahead if p.ahead else q.load) + q.sync + q.chain * s.total
+    each = max(1.0, programs / machine.processors)
+    crowd = min(most, each)
+    # full rounds of `most` programs, and the last one, which may be thinner; a fraction of programs is an average over SMs
+    rounds = math.ceil(each / most - 1e-9) if each <= 3 * most else each / most
+    on_busiest = math.ceil(each - 1e-9) if each <= 3 * most else each
+    throughput = on_busiest * (p.steps * busy + q.start * w / 16)
+    latency = rounds * (p.steps * wait + q.start)
+    cycles = (throughput**q.sharp + latency**q.sharp) ** (1 / q.sharp)
+    compute = cycles / machine.clock_ghz / 1e9
+    memory = max(p.dram / machine.dram_gbps, p.l2 / machine.l2_gbps) / 1e9
+    fill = min(1.0, crowd * w / 8)  # few warps cannot ask for the full rate
+    memory /= max(fill, 0.1)
+    return (compute**4 + memory**4) ** 0.25
+
+
+def _wave(k: int, block_k: int, split: int) -> int:
+    return -(-(k // block_k) // split)
+
+
+def linear_seconds(
+    problem: LinearProblem, config: LinearConfig, m: int, f: Features, machine: Machine, q: Parameters
+) -> float:
+    """Seconds of `ops.linear` on m rows."""
+    k, n = problem.k, problem.n
+    blocks = n // 128 * -(-m // config.block_m)
+    weights = k * n * problem.format.bits / 8
+    steps = _wave(k, config.block_k, config.split)
+    rows = blocks * config.split * steps * config.block_m * config.block_k * 2
+    product = Product(
+        step_of(f.loops[0]), config.num_warps, f.registers, f.shared, f.outside, config.block_k, config.prefetch,
+        ((blocks * config.split, config.block_m),), steps, weights, weights * -(-m // config.block_m) + rows,
+    )  # fmt: skip
+    seconds = product_seconds(product, machine, q)
+    moved = 0.0
+    if config.split > 1:
+        moved += q.partial * 2 * config.split * m * n * 4
+        seconds += 1e-6 * q.launch / 2
+    moved += q.rows * m * (k * 4 + n * 2)
+    return seconds + moved / machine.l2_gbps / 1e9 + 1e-6 * q.launch
+
+
+@functools.lru_cache(maxsize=4096)
+def expected_blocks(m: int, top_k: int, experts: int, block_m: int, small: int = 0) -> tuple[float, float, float]:
+    """(experts with rows, blocks of more than `small` rows, other blocks) when every token takes top_k at random."""
+    p = top_k / experts
+    log_p, log_q = math.log(p), math.log1p(-p) if p < 1 else -1e30
+    hit = large = few = 0.0
+    mean, spread = m * p, math.sqrt(m * p * (1 - p)) + 1
+    for r in range(max(1, int(mean - 8 * spread)), min(m, int(mean + 8 * spread + 8)) + 1):
+        log = math.lgamma(m + 1) - math.lgamma(r + 1) - math.lgamma(m - r + 1) + r * log_p + (m - r) * log_q
+        chance = experts * math.exp(log)
+        rest = r % block_m
+        hit += chance
+        large += chance * (r // block_m + (rest > small))
+        few += chance * (0 < rest <= small)
+    return hit, large, few
+
+
+def moe_seconds(
+    problem: MoeProblem, config: MoeConfig, m: int, features: Sequence[Features], machine: Machine, q: Parameters
+) -> float:
+    """Seconds of `ops.moe` on m tokens with random routes."""
+    p = problem
+    hit, large, few = expected_blocks(m, p.top_k, p.num_experts, config.block_m, config.small)
+    seconds = 0.0
+    decode = m <= min(p.SAMPLES)
+    sides = ((p.hidden, p.intermediate, 2, config.split), (p.intermediate, p.hidden, 1, config.down_split))
+    for (k, n, count, split), f in zip(sides, features, strict=True):
+        steps = _wave(k, config.block_k, split)
+        tiles = count * (n // 128) * split
+        weights = hit * k * n * p.format.bits / 8 * count
+        rows = (large * config.block_m + few * config.small) * tiles * steps * config.block_k * 2
+        loop = f.loops[-1]
+        if config.small and len(f.loops) > 1 and few > large:
+            loop = f.loops[0]
+        product = Product(
+            step_of(loop), config.warps, f.registers, f.shared, f.outside, config.block_k, bool(config.prefetch),
+            ((large * tiles, config.block_m), (few * tiles, config.small)), steps, weights,
+            weights * (large + few) / max(hit, 1e-9) + rows,
+        )  # fmt: skip
+        seconds += product_seconds(product, machine, q)
+        seconds += q.partial * 2 * (split if decode else 1) * m * p.top_k * n * count * 4 / machine.l2_gbps / 1e9
+    moved = q.rows * m * p.top_k * (p.hidden * 4 + p.intermediate * 10)
+    return seconds + moved / machine.l2_gbps / 1e9 + 1e-6 * (q.launch + q.experts)
+
+
+def decode_once_seconds(problem: LinearProblem, m: int, machine: Machine, q: Parameters) -> float:
+    """Seconds of `ops.linear` that decodes once: six instructions a weight, then a product at 70 % of the peak."""
+    k, n = problem.k, problem.n
+    decode = max(k * n * 6 * q.issue / (128 * machine.processors * machine.clock_ghz), 2 * k * n / machine.l2_gbps) / 1e9
+    product = 2 * m * k * n / (0.7 * machine.tensor * machine.processors * machine.clock_ghz) / 1e9
+    return decode + product + (m * (k * 4 + n * 10)) / machine.l2_gbps / 1e9 + 4e-6 * q.launch
+
+
+def predict_us(
+    problem: Problem, config: Any, m: int, features: Sequence[Features], machine: Machine, parameters: Parameters | None = None
+) -> float:
+    """Microseconds of a call of m rows. features: of the product (linear), or of gate and up and of down (moe)."""
+    q = parameters or fitted()
+    if isinstance(problem, MoeProblem):
+        return 1e6 * moe_seconds(problem, config, m, features, machine, q)
+    if config is None:
+        return 1e6 * decode_once_seconds(problem, m, machine, q)
+    return 1e6 * linear_seconds(problem, config, m, features[0], machine, q)
+
+
+__all__ = ["FITTED", "VERSION", "Parameters", "asdict", "fitted", "predict_us"]
