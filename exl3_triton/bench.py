@@ -328,8 +328,8 @@ def summarise(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
     """Kernel (name, start, end) in microseconds, in any order and overlapping or not, as totals.
 
     Keys: span_us from the first start to the last end; gaps, gap_us and gap_fraction: the stretches of more than `LONG_GAP`
-    in which nothing ran, their sum, and its share of the span; kernels: {name, calls, us}, the longest total first. Raises
-    ValueError where there are no events.
+    in which nothing ran, their sum, and its share of the span; kernels: {name, calls, us}, the longest total first; a kernel
+    that was launched early and waits for the one before counts as running. Raises ValueError where there are no events.
     """
     ordered = sorted(events, key=lambda event: event[1])
     if not ordered:

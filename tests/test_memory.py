@@ -10,7 +10,7 @@ import torch
 from fabricate import CONFIG, GQA, Fabricated
 
 import exl3_triton
-from exl3_triton import LLM
+from exl3_triton import LLM, plan
 from exl3_triton.format import Codebook, ExpertWeights
 from exl3_triton.model import memory
 from exl3_triton.model.cache import Batch, KVCache
@@ -19,6 +19,7 @@ from exl3_triton.model.config import ModelConfig
 from exl3_triton.model.dummy import dummy_model
 from exl3_triton.model.memory import GIB, Needs, Pass, arena_bytes, cache_page_bytes, cache_pages, scratch_bytes, weight_bytes
 from exl3_triton.ops._dispatch import override_backend
+from exl3_triton.ops.tuning import Device
 
 CPU = torch.device("cpu")
 MLA = {**CONFIG, "max_position_embeddings": 1024, "index_topk": 64}
@@ -148,8 +149,8 @@ def needs_of(model, device=CPU, **options):
 @pytest.fixture
 def host_is_a_gpu(monkeypatch):
     """Launch parameters of `cuda` tensors as they are on a CPU: there is no GPU to ask."""
-    device_of = memory.device_of
-    monkeypatch.setattr(memory, "device_of", lambda device: device_of(CPU))
+    for module in (memory, plan):
+        monkeypatch.setattr(module, "device_of", lambda device: Device("host", 4))
     return torch.device("cuda")
 
 

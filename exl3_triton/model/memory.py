@@ -57,9 +57,9 @@ def weight_bytes(model: Transformer) -> int:
     return buffers + sum(part.nbytes for slab in slabs for part in (slab.words, slab.table, slab.suh, slab.svh))
 
 
-def arena_bytes(model: Transformer) -> int:
-    """Bytes of the experts' scratch, which is allocated once."""
-    return sum(plan.arena_bytes for _, plan in model.expert_plans())
+def arena_bytes(model: Transformer, device: torch.device | None = None) -> int:
+    """Bytes of the experts' scratch, which is allocated once, on a device (default: the model's)."""
+    return sum(plan.arena_bytes for _, plan in model.expert_plans(device))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def _linears(layers: Sequence[Any], rows: int, itemsize: int, device: torch.devi
 def _exl3_scratch(weights: Sequence[Any], rows: int, device: torch.device) -> int:
     k, blocks = weights[0].padded_in, sum(each.padded_out // 128 for each in weights)
     rotated = len(weights) * rows * (2 * k + 4)
-    config = select_linear(rows, k, blocks, device_of(device), max(each.twice_bits for each in weights))
+    highest = max((each.twice_bits, int(each.codebook)) for each in weights)
+    config = select_linear(rows, k, blocks, device_of(device), *highest)
     if config is not None:
         return rotated + (512 * config.split * blocks * rows if config.split > 1 else 0)
     once = []
@@ -256,7 +257,7 @@ class Needs:
         step = Pass(rows, max_batch, rows, max_context, False, device)
         sampler = 4 * model.config.vocab_size * (SAMPLER_COPIES * rows + max_batch * drafts)
         scratch = scratch_bytes(model, feed) + scratch_bytes(model, step) + sampler + LIBRARY_BYTES
-        return cls(weight_bytes(model), arena_bytes(model), scratch, cache_page_bytes(model, kv))
+        return cls(weight_bytes(model), arena_bytes(model, device), scratch, cache_page_bytes(model, kv))
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import tables
 from ..ops.attention import decode_tile
 from ..ops.gqa import grouped_decode_tile, grouped_prefill_tile
 from ..ops.prefill import prefill_tile
@@ -11,9 +12,13 @@ from .transformer import Transformer
 
 
 def kernel_paths(model: Transformer, device: Device | None = None) -> str:
-    """One line: the table of launch parameters, and per op the blocks by number of rows. device: default the model's."""
+    """One line: where launch parameters come from, and per op the blocks by number of rows. device: default the model's."""
     device = device or device_of(model.device)
-    parts = [f"table {device.family}"]
+    tuned = []
+    if device.name:
+        found = {op: len(tables.entries_for(op, *device[2:], device.processors)) for op in tables.KEYS}
+        tuned = [f"{count} tuned entries for {op}" for op, count in found.items() if count]
+    parts = [", ".join([f"rules of {device.family}", *tuned])]
     if any(isinstance(module, Exl3Linear) for module in model.modules()):
         blocks = [f"{each.block_m} to {each.rows}" for each in regimes(device.family) if each.rows < 1 << 20]
         last = regimes(device.family)[-1]

@@ -87,14 +87,16 @@ class Transformer(nn.Module):
             for layer in layers:
                 layer.bound = bound
 
-    def expert_plans(self) -> list[tuple[list[MoE], MoePlan]]:
-        """The layers that share a plan, with it; longer prefills run in slices of PREFILL_ROWS."""
+    def expert_plans(self, device: torch.device | None = None) -> list[tuple[list[MoE], MoePlan]]:
+        """The layers that share a plan, with it, for a device (default: the model's); long prefills run in slices of
+        PREFILL_ROWS.
+        """
         groups = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
         layers = [[block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)] for blocks in groups]
         quantized = [[layer for layer in each if isinstance(layer.experts, ExpertWeights)] for each in layers]
-        return [(each, self._plan(each)) for each in quantized if each]
+        return [(each, self._plan(each, device or self.device)) for each in quantized if each]
 
-    def _plan(self, layers: list[MoE]) -> MoePlan:
+    def _plan(self, layers: list[MoE], device: torch.device) -> MoePlan:
         specs = [MoeSpec.of(cast(ExpertWeights, layer.experts), self.config.experts_per_token) for layer in layers]
         rates = sorted({rate for spec in specs for rate in spec.rates})
         codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
@@ -104,7 +106,7 @@ class Transformer(nn.Module):
             replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
             max_tokens=self.max_context,
             policy=replace(policy, prefill_capacity=capacity),
-            device=self.device,
+            device=device,
         )
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
