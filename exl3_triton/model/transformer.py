@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..format import ExpertWeights
-from ..plan import MoeSpec, default_policy, plan_moe
+from ..plan import MoePlan, MoeSpec, default_policy, plan_moe
 from .attention import MLA
 from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
@@ -82,30 +82,32 @@ class Transformer(nn.Module):
 
         The two never share scratch: their steps may be captured separately. `load` calls this on a GPU.
         """
-        self._bind_experts(cast(list[Block], list(self.blocks)))
-        if self.mtp is not None:
-            self._bind_experts([cast(Block, self.mtp.block)])
+        for layers, plan in self.expert_plans():
+            bound = plan.bind(plan.new_arena(self.device))
+            for layer in layers:
+                layer.bound = bound
 
-    def _bind_experts(self, blocks: list[Block]) -> None:
-        """One plan and one arena for the experts of these blocks; longer prefills run in slices of PREFILL_ROWS."""
-        layers = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)]
-        layers = [layer for layer in layers if isinstance(layer.experts, ExpertWeights)]
-        if not layers:
-            return
+    def expert_plans(self, device: torch.device | None = None) -> list[tuple[list[MoE], MoePlan]]:
+        """The layers that share a plan, with it, for a device (default: the model's); long prefills run in slices of
+        PREFILL_ROWS.
+        """
+        groups = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
+        layers = [[block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)] for blocks in groups]
+        quantized = [[layer for layer in each if isinstance(layer.experts, ExpertWeights)] for each in layers]
+        return [(each, self._plan(each, device or self.device)) for each in quantized if each]
+
+    def _plan(self, layers: list[MoE], device: torch.device) -> MoePlan:
         specs = [MoeSpec.of(cast(ExpertWeights, layer.experts), self.config.experts_per_token) for layer in layers]
         rates = sorted({rate for spec in specs for rate in spec.rates})
         codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
         policy = default_policy()
         capacity = min(policy.prefill_capacity or PREFILL_ROWS, self.max_context)
-        plan = plan_moe(
+        return plan_moe(
             replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
             max_tokens=self.max_context,
             policy=replace(policy, prefill_capacity=capacity),
-            device=self.device,
+            device=device,
         )
-        bound = plan.bind(plan.new_arena(self.device))
-        for layer in layers:
-            layer.bound = bound
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
@@ -181,13 +183,15 @@ def load(
     max_context: int | None = None,
     mtp: bool = False,
     progress: bool = True,
+    check: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
 
     device: where the weights go. dtype: of activations, cache and unquantized weights; default fp32 on a CPU, fp16 on a GPU
     (the residual stream and everything that can grow is fp32 either way). overrides: changes config.json's keys before they
     are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare for, default the model's own limit up to 65,536.
-    mtp: also the next-token layer, for speculative decoding. progress: a bar on stderr. Everything that can be refused is
+    mtp: also the next-token layer, for speculative decoding. progress: a bar on stderr. check: is shown the model on the meta
+    device, sizes without data, before any weight is read, and may refuse it by raising. Everything that can be refused is
     refused from the headers, before any weight is read: raises
     FormatError (a ValueError) naming the tensor or key, what was found and what is required.
     """
@@ -202,8 +206,10 @@ def load(
     if mtp:
         check_mtp(config)
     with WeightSource(checkpoint, "meta", dtype) as headers:
-        Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
+        sizes = Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
+        if check is not None:
+            check(sizes)
         headers.check_scales()
     total = headers.claimed_bytes
     with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
