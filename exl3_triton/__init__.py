@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .format import FormatError as FormatError
     from .format import TrellisWeight as TrellisWeight
     from .model.layers import Exl3Linear as Exl3Linear
+    from .model.rank_group import RankGroup as RankGroup
     from .model.runner import LLM as LLM
     from .model.sampling import SamplingParams as SamplingParams
     from .model.transformer import Transformer as Transformer
@@ -36,6 +37,7 @@ _EXPORTS = {
     "LLM": ".model.runner",
     "MoePlan": ".plan",
     "MoeSpec": ".plan",
+    "RankGroup": ".model.rank_group",
     "SamplingParams": ".model.sampling",
     "Transformer": ".model.transformer",
     "TrellisWeight": ".format",

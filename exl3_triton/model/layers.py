@@ -137,15 +137,21 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); intermediates in fp32, since their products pass fp16's range in real models."""
+    """down(silu(gate(x)) * up(x)); intermediates in fp32, since their products pass fp16's range in real models.
 
-    def __init__(self, source: Any, name: str, hidden_size: int, intermediate_size: int):
+    part: the intermediate features that this rank has; group: over which the outputs are summed, where not by the caller.
+    """
+
+    def __init__(
+        self, source: Any, name: str, hidden_size: int, intermediate_size: int, part: range, group: str | None = None
+    ):
         super().__init__()
-        self.gate = source.linear(f"{name}.gate_proj", hidden_size, intermediate_size)
-        self.up = source.linear(f"{name}.up_proj", hidden_size, intermediate_size)
-        self.down = source.linear(f"{name}.down_proj", intermediate_size, hidden_size)
+        self.gate = source.linear(f"{name}.gate_proj", hidden_size, intermediate_size, outputs=part)
+        self.up = source.linear(f"{name}.up_proj", hidden_size, intermediate_size, outputs=part)
+        self.down = source.linear(f"{name}.down_proj", intermediate_size, hidden_size, inputs=part)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> fp32 [T, hidden]."""
         gate, up = linears(x, [self.gate, self.up], torch.float32)
-        return self.down(ops.swiglu(gate, up), torch.float32)
+        return ops.all_reduce(self.down(ops.swiglu(gate, up), torch.float32), self.group)
