@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..format import ExpertWeights
 from ..kv_format import PAGE
 from ..ops import attention, gqa, indexer, prefill
 from ..ops.linear import SCRATCH_ELEMENTS
