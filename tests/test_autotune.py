@@ -78,13 +78,13 @@ def test_bench_of_a_linear_checks_against_the_reference(config, triton_backend):
 
 @pytest.mark.parametrize(
     ("rows", "config"),
-    [(32, MoeConfig(8, 2, 1, 64, 4, prefetch=1)), (64, MoeConfig(16, 1, 1, 128, 4, 80)), (4096, MoeConfig(32, 1, 1, 64, 8))],
+    [(32, MoeConfig(8, 2, 1, 64, 4, prefetch=1)), (64, MoeConfig(16, 1, 1, 128, 4, 80)), (4096, MoeConfig(16, 1, 1, 64, 8))],
 )
 def test_bench_of_experts_checks_against_the_reference(rows, config, triton_backend):
     torch.manual_seed(1)
-    bench = MoeBench(MoeProblem(4, 256, 128, 2, MCG3), 5, rows, device="cpu")
+    bench = MoeBench(MoeProblem(2, 128, 128, 1, MCG3), 3, rows, device="cpu")
     bound = bench.bind(config)
-    assert bound.plan.schedule.slices(5)[0][2].block_k == config.block_k
+    assert bound.plan.schedule.slices(3)[0][2].block_k == config.block_k
     want = bench.want()
     assert want.norm() > 0
     assert bench.error(config, want) < TOLERANCE
@@ -125,7 +125,9 @@ def test_expected_blocks_are_those_of_random_routes(m, top_k, experts, block_m, 
     few = ((rest > 0) & (rest <= small)).sum(1).double().mean()
     large = (counts // block_m + (rest > small)).sum(1).double().mean()
     hit = (counts > 0).sum(1).double().mean()
-    assert expected_blocks(m, top_k, experts, block_m, small) == pytest.approx((hit, large, few), rel=0.03, abs=0.05)
+    assert list(expected_blocks(m, top_k, experts, block_m, small)) == pytest.approx(
+        [hit.item(), large.item(), few.item()], rel=0.03, abs=0.05
+    )
 
 
 def code(registers=80, spills=0, instructions=400):
