@@ -125,9 +125,8 @@ def test_expected_blocks_are_those_of_random_routes(m, top_k, experts, block_m, 
     few = ((rest > 0) & (rest <= small)).sum(1).double().mean()
     large = (counts // block_m + (rest > small)).sum(1).double().mean()
     hit = (counts > 0).sum(1).double().mean()
-    assert list(expected_blocks(m, top_k, experts, block_m, small)) == pytest.approx(
-        [hit.item(), large.item(), few.item()], rel=0.03, abs=0.05
-    )
+    expected = [hit.item(), large.item(), few.item()]
+    assert list(expected_blocks(m, top_k, experts, block_m, small)) == pytest.approx(expected, rel=0.03, abs=0.05)
 
 
 def code(registers=80, spills=0, instructions=400):

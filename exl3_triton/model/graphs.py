@@ -13,6 +13,21 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from .layers import PlainExperts
+from .transformer import Transformer
+
+
+def use_graphs(model: Transformer, wanted: bool | None) -> bool:
+    """Whether a model's decode step is to be a graph: as wanted, by default where it can be. ValueError where it cannot."""
+    obstacle = ""
+    if model.device.type != "cuda":
+        obstacle = f"the model is on {model.device}, CUDA graphs need a GPU"
+    elif any(isinstance(module, PlainExperts) for module in model.modules()):
+        obstacle = "the experts are unquantized, and their path reads row counts on the host"
+    if wanted and obstacle:
+        raise ValueError(f"graphs=True: {obstacle}")
+    return not obstacle if wanted is None else wanted
+
 
 def buckets(max_batch: int) -> list[int]:
     """Numbers of rows that have a graph: powers of two, and `max_batch` itself. Ascending."""

@@ -27,14 +27,22 @@ class DecodeRows:
         self.block_table = torch.zeros(capacity, pages, dtype=torch.int32, device=device)
         self.sequences: list[SequenceState] = []
 
-    def load(self, sequences: Sequence[SequenceState]) -> None:
-        """Write the rows of `sequences`, whose last token is to be fed next; the rows behind become padding."""
-        count = len(sequences)
-        self.sequences = list(sequences)
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self.tokens, self.positions, self.slots, self.block_table]
+
+    def clear(self) -> None:
+        """Make every row padding."""
         self.tokens.zero_()
         self.positions.fill_(-1)
         self.slots.fill_(-1)
         self.block_table.zero_()
+
+    def load(self, sequences: Sequence[SequenceState]) -> None:
+        """Write the rows of `sequences`, whose last token is to be fed next; the rows behind become padding."""
+        count = len(sequences)
+        self.sequences = list(sequences)
+        self.clear()
         if not count:
             return
         device = self.tokens.device

@@ -1,13 +1,12 @@
 """Generation: prompts in, tokens and text out as they come.
 
-One flat batch a step: sequences join when cache pages are free and leave when they end. A prompt is prefilled in chunks, one
-chunk between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can
-ever need are taken when it joins; it never has to be stopped halfway.
+A step decodes all running sequences as one flat batch, then prefills some prompt tokens of those that wait; `scheduler.py`
+says which, and who is paused where the cache is full.
 
 The decode step works on buffers of constant address, rows 0..n-1 in use and the rest padding (position -1, slot -1), and the
 chosen tokens, positions and slots advance on the device: the host reads one small tensor a step, and writes only when a
-sequence joins or leaves. With speculation (`speculate.py`) a step gives a sequence several tokens; grammars (`grammar.py`)
-live on the host, and their masks go to the device before each step.
+sequence joins or leaves or gets another page. With speculation (`speculate.py`) a step gives a sequence several tokens;
+grammars (`grammar.py`) live on the host, and their masks go to the device before each step.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from torch import Tensor
 from .cache import PAGE, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
+from .graphs import DecodeGraphs, use_graphs
 from .prompts import Prompt, as_list, tokens_of
 from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
 from .scheduler import Chunk, Scheduler, SchedulerStats
-from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, to_host
+from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, pack, unpack
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
 from .transformer import Transformer, load
@@ -44,11 +44,15 @@ class LLM:
         max_context: most positions of one sequence, prompt and output together. Default: what the model allows, at most 8192.
         cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: one full context.
         max_batch: most sequences decoded together.
-        prefill_chunk: most prompt tokens fed in one forward pass.
+        prefill_chunk: most prompt tokens fed between two decode steps, of all sequences together.
         speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
-            distribution, greedy text is the same up to rounding at ties.
+            distribution, greedy text is the same up to rounding at ties. The text of a seed depends on the drafts; a pause
+            (`scheduler.py`) drops them.
         kv: how the trunk's cache is stored: "bf16" (which stands for the model's dtype), "fp8", and for MLA "nvfp4" and
             "nvfp4-fp8rope" (`kv_format`). Packed rows take less memory and cost accuracy; the draft's cache is never packed.
+        prefix_caching: prompts take over cache pages whose tokens they begin with, also of texts that have ended.
+        graphs: whether the decode step runs as CUDA graphs (`graphs.py`). Default: on a GPU, unless experts are unquantized
+            (their row counts are read on the host). True requires it.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
             out.
 
@@ -56,6 +60,7 @@ class LLM:
         max_context: positions that one sequence can really use.
         vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
         kv: the cache's format.
+        scheduling: counts of prefilled and reused tokens and of pauses since loading.
         speculation: counts of what speculation brought since loading, None without it.
 
     Raises:
@@ -76,6 +81,7 @@ class LLM:
         prefill_chunk: int = 512,
         speculate: int = 0,
         kv: str = "bf16",
+        graphs: bool | None = None,
         prefix_caching: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
@@ -128,8 +134,9 @@ class LLM:
             prefix_caching=prefix_caching,
         )
         self._rows = DecodeRows(max_batch, pages_for(self.max_context), model.device)
-        self._sampling = SamplingBatch.from_params([], [], model.device)
-        self._seen: Tensor | None = None
+        self._sampling = SamplingBatch.buffers(max_batch, model.device)
+        self._seen: Tensor | None = None  # bool [max_batch, vocab], once a row has a repetition penalty
+        self._masks: Tensor | None = None  # int32 [max_batch * rows of each, words], once a row has a grammar
         self._grammars: GrammarCompiler | None = None
         self._speculator: Speculator | None = None
         if speculate:
@@ -141,6 +148,9 @@ class LLM:
                 max_context=self.max_context,
                 vocab_size=self.vocab_size,
             )
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs(model, graphs):
+            self._graphs = DecodeGraphs(max_batch, model.device, buffers=self._step_buffers, clear=self._rows.clear)
         self._busy = False
 
     @property
@@ -186,7 +196,8 @@ class LLM:
     def describe(self) -> str:
         """One line: device, dtypes, the cache and the kernels in use."""
         packed = "" if self.kv == "bf16" else f", cache packed as {self.kv}"
-        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache"
+        graphs = "" if self._graphs is None else ", decode steps as CUDA graphs"
+        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache{graphs}"
 
     def _check_idle(self) -> None:
         if self._busy:
@@ -266,18 +277,16 @@ class LLM:
             if sampled is not None:
                 following[last] = sampled.tokens.clamp(min=0)
             self._speculator.prefill(batch, hidden, following)
-        return [] if sampled is None else self._accept(sequences, sampled)
+        return [] if sampled is None else self._accept(sequences, pack(sampled))
 
     def _first_tokens(self, hidden: Tensor, sequences: Sequence[SequenceState]) -> Sampled:
         """The tokens behind prompts, from the states [n, hidden] at their ends."""
         logits = self.model.compute_logits(hidden)[:, : self.vocab_size]
-        sampling = self._sampling_of(sequences)
+        sampling = SamplingBatch.from_params([s.params for s in sequences], [s.seed for s in sequences], logits.device)
         seen = self._seen_by(sequences) if sampling.penalized else None
         positions = torch.tensor([sequence.prompt_length for sequence in sequences]).to(logits.device)
-        return sample(logits, sampling, positions, seen=seen, allowed=self._allowed(sequences, 1))
-
-    def _sampling_of(self, sequences: Sequence[SequenceState]) -> SamplingBatch:
-        return SamplingBatch.from_params([s.params for s in sequences], [s.seed for s in sequences], self.model.device)
+        masks = self._masks_of(sequences, 1)
+        return sample(logits, sampling, positions, seen=seen, allowed=None if masks is None else masks.to(logits.device))
 
     @torch.inference_mode()
     def _load(self, decoding: Sequence[SequenceState]) -> None:
@@ -285,8 +294,11 @@ class LLM:
         self._rows.load(decoding)
         if not decoding:
             return
-        self._sampling = self._sampling_of(decoding)
-        self._seen = self._seen_by(decoding) if self._sampling.penalized else None
+        self._sampling.load([s.params for s in decoding], [s.seed for s in decoding])
+        if self._sampling.penalized:
+            if self._seen is None:
+                self._seen = torch.zeros(self.max_batch, self.vocab_size, dtype=torch.bool, device=self.model.device)
+            self._seen[: len(decoding)] = self._seen_by(decoding)
         if self._speculator is not None:
             kept = [sequence.row for sequence in decoding]
             self._speculator.load(kept, [sequence.cache_rows for sequence in decoding], self._sampling)
@@ -295,33 +307,51 @@ class LLM:
 
     @torch.inference_mode()
     def _decode(self, decoding: Sequence[SequenceState]) -> list[Output]:
-        if self._speculator is not None:
-            return self._speculate(decoding, self._speculator)
-        return self._accept(decoding, self._step(len(decoding), self._allowed(decoding, 1)))
+        """One step of all rows."""
+        each = 1 if self._speculator is None else self._speculator.num_drafts + 1
+        masks = self._masks_of(decoding, each)
+        if masks is not None:
+            if self._masks is None:
+                shape = (self.max_batch * each, masks.shape[1])
+                self._masks = torch.full(shape, -1, dtype=torch.int32, device=self.model.device)
+            self._masks[: len(masks)].copy_(masks)
 
-    def _step(self, count: int, allowed: Tensor | None) -> Sampled:
-        """Feed rows 0..count-1 and choose their next tokens, all of it on the device."""
-        rows = self._rows
-        positions = rows.positions[:count]
-        state = rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count]
+        def step(rows: int) -> Tensor:
+            return self._step(rows, each, masked=masks is not None)
+
+        if self._graphs is None:
+            packed = step(len(decoding))
+        else:
+            packed = self._graphs.run((self._sampling.kind, masks is not None), len(decoding), step)
+        return self._accept(decoding, packed, each)
+
+    def _step(self, count: int, each: int, *, masked: bool) -> Tensor:
+        """Feed rows 0..count-1 and choose their next tokens, all of it on the device; `each` rows a sequence, packed."""
+        rows, sampling, speculator = self._rows, self._sampling.head(count), self._speculator
+        tokens, positions, table = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
+        seen = self._seen[:count] if self._seen is not None and sampling.penalized else None
+        allowed = self._masks[: count * each] if self._masks is not None and masked else None
+        if speculator is not None:
+            verified, proposed = speculator.step(tokens, positions, table, self.cache, seen=seen, allowed=allowed)
+            drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
+            return pack(verified.sampled, drafts, proposed.repeat_interleave(each))
         # the context bound is the same in every step, so that nothing is compiled for a new value
-        logits = self.model.decode_step(*state, self.cache, self.max_context)[:, : self.vocab_size]
-        sampled = sample(logits, self._sampling, positions + 1, seen=self._seen, allowed=allowed)
-        if self._seen is not None:
-            self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
+        logits = self.model.decode_step(tokens, positions, rows.slots[:count], table, self.cache, self.max_context)
+        sampled = sample(logits[:, : self.vocab_size], sampling, positions + 1, seen=seen, allowed=allowed)
+        if seen is not None:
+            seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
         rows.advance(sampled.tokens)
-        return sampled
+        return pack(sampled)
 
-    def _speculate(self, decoding: Sequence[SequenceState], speculator: Speculator) -> list[Output]:
-        rows, count, each = self._rows, len(decoding), speculator.num_drafts + 1
-        state = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
-        allowed = self._allowed(decoding, each)
-        verified, proposed = speculator.step(*state, self.cache, seen=self._seen, allowed=allowed)
-        drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
-        return self._accept(decoding, verified.sampled, each, drafts, proposed.repeat_interleave(each))
+    def _step_buffers(self) -> list[Tensor]:
+        """What a step changes in place, besides the caches."""
+        state = self._rows.buffers + ([] if self._seen is None else [self._seen])
+        return state if self._speculator is None else [*state, *self._speculator.buffers]
 
-    def _allowed(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
-        """The grammars' masks int32 [sequences * each, words] for the next step's rows; None where no sequence has one."""
+    def _masks_of(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
+        """The grammars' masks int32 [sequences * each, words] for the next step's rows, on the host; None where no sequence
+        has a grammar.
+        """
         if self._grammars is None or all(sequence.grammar is None for sequence in sequences):
             return None
         masks = torch.full((len(sequences), each, self._grammars.words), -1, dtype=torch.int32)
@@ -329,7 +359,7 @@ class LLM:
             if sequence.grammar is not None:
                 found = sequence.grammar.mask(sequence.drafts)
                 rows[: len(found)] = found
-        return masks.flatten(0, 1).to(self.model.device)
+        return masks.flatten(0, 1)
 
     def _seen_by(self, sequences: Sequence[SequenceState]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
@@ -338,20 +368,13 @@ class LLM:
             seen[row, ids[ids < self.vocab_size]] = True
         return seen.to(self.model.device)
 
-    def _accept(
-        self,
-        sequences: Sequence[SequenceState],
-        sampled: Sampled,
-        each: int = 1,
-        drafts: Tensor | None = None,
-        proposed: Tensor | None = None,
-    ) -> list[Output]:
+    def _accept(self, sequences: Sequence[SequenceState], packed: Tensor, each: int = 1) -> list[Output]:
         """The step's one copy to the host, and what each sequence makes of its tokens, `each` rows a sequence.
 
-        drafts, proposed: int64 [rows] of a speculative step: each sequence's next drafts, and how many it has verified.
+        packed: of `pack`, with two more columns in a speculative step: each sequence's next drafts, and how many it has
+        verified.
         """
-        extra = () if drafts is None or proposed is None else (drafts, proposed)
-        tokens, logprobs, columns = to_host(sampled, *extra)
+        tokens, logprobs, columns = unpack(packed.cpu(), 1 if each == 1 else 3)
         starts = range(0, len(tokens), each)
         found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
         for sequence, rows in zip(sequences, found):

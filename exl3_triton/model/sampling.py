@@ -202,7 +202,8 @@ class SamplingBatch:
 
     def head(self, rows: int) -> SamplingBatch:
         """The first `rows` rows, as views."""
-        return replace(self, **{name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)})
+        cut: dict[str, Any] = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **cut)
 
     def repeat(self, times: int) -> SamplingBatch:
         """Every row `times` times in a row, for as many positions of one sequence."""

@@ -154,7 +154,7 @@ class Scheduler:
 
     def _reserve(self) -> list[tuple[int, int, int]]:
         added: list[tuple[int, int, int]] = []
-        for index, sequence in enumerate(tuple(self.decoding)):
+        for index, sequence in enumerate(self.decoding):  # oldest first; who is paused is no longer in the list
             missing = self._pages_wanted(sequence) - len(sequence.pages)
             while missing > self.allocator.available:
                 if self._pause_youngest() is sequence:

@@ -144,19 +144,24 @@ class SequenceState:
         return Output(self.index, token, text, logprobs, reason)
 
 
-def to_host(sampled: Sampled, *extra: Tensor) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
-    """Tokens, log-probabilities and further integer columns on the host, in one copy: as 32-bit words of one tensor."""
+def pack(sampled: Sampled, *extra: Tensor) -> Tensor:
+    """int32 [rows, columns]: tokens, `extra` integer columns and log-probabilities as 32-bit words of one tensor, to be
+    copied to the host at once.
+    """
     columns = [each[:, None].to(torch.int32) for each in (sampled.tokens, *extra)]
-    whole = len(columns)
     if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
         columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
         columns.append(sampled.top_ids.to(torch.int32))
         columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
-    packed = torch.cat(columns, dim=1).cpu()
+    return torch.cat(columns, dim=1)
+
+
+def unpack(packed: Tensor, whole: int) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
+    """Tokens, log-probabilities and the further columns of a packed tensor on the host; `whole`: integer columns in all."""
     tokens, *others = packed[:, :whole].T.tolist()
-    if len(columns) == whole:
+    if packed.shape[1] == whole:
         return tokens, [None] * len(tokens), others
     chosen = packed[:, whole].contiguous().view(torch.float32).tolist()
-    ids, values = packed[:, whole + 1 :].chunk(2, dim=1) if columns[-1].shape[1] else (packed[:, :0], packed[:, :0])
+    ids, values = packed[:, whole + 1 :].tensor_split(2, dim=1)
     rows = zip(chosen, ids.tolist(), values.contiguous().view(torch.float32).tolist())
     return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in rows], others

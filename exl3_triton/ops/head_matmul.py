@@ -26,7 +26,7 @@ def head_tile(tokens: int, dtype: torch.dtype) -> HeadTile:
     if dtype == torch.float32:
         return HeadTile(16, 32, 32, 4, 1)
     if tokens <= DECODE_ROWS:
-        return HeadTile(16 if tokens <= 16 else 32, 64, 64, 4, 3)
+        return HeadTile(16 if tokens <= 16 else 32, 64, 128, 4, 3)
     return HeadTile(128, 64, 64, 4, 3)
 
 

@@ -2,7 +2,8 @@
 
 Selection is by radix: programs over segments of a row count the digits of its scores, eight bits a launch from the top, into a
 histogram of the row (integer additions: their order does not matter), until the k-th largest score is known. One more launch
-writes the survivors in ascending order of position; ties at the k-th go to the lowest ones.
+writes the survivors in ascending order of position; ties at the k-th go to the lowest ones. A row of one segment takes one
+launch: its program keeps the scores.
 """
 
 from typing import NamedTuple
@@ -117,6 +118,53 @@ def _threshold(counts, k, DIGITS: tl.constexpr):
     return prefix, k
 
 
+@triton.jit
+def _write_best(out, key, start, threshold, ties, above, equal, BLOCK: tl.constexpr):
+    """Positions start.. of the keys above `threshold`, and of the first `ties` equal to it, to their places in `out`: behind
+    `above` larger and `equal` equal ones of the segments before.
+    """
+    i = tl.arange(0, BLOCK)
+    larger = key > threshold
+    same = (key == threshold) & (key > 0)
+    one = tl.where(larger, 65536, same.to(tl.int32))  # two counts in one: BLOCK is less than 2^15
+    before = tl.cumsum(one, axis=0) - one
+    tied = equal + before % 65536
+    tl.store(out + above + before // 65536 + tl.minimum(tied, ties), start + i, mask=larger | (same & (tied < ties)))
+
+
+@triton.jit
+def _write_nothing(out, position, width, k, BLOCK: tl.constexpr):
+    """-1 behind the positions of a row."""
+    i = tl.arange(0, BLOCK)
+    taken = tl.minimum(tl.minimum(position + 1, width), k).to(tl.int32)
+    for first in range(tl.maximum(taken, 0) // BLOCK * BLOCK, k, BLOCK):
+        tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
+
+
+@triton.jit(do_not_specialize=["first_token", "width", "k"], do_not_specialize_on_alignment=["positions"])
+def _select_row_kernel(scores, positions, out, first_token, width, k, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """The k best of a row of at most BLOCK scores, ascending, then -1."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
+    position = tl.load(positions + first_token + row)
+    out += row * k
+    key = _sortable(scores + row * width, tl.arange(0, BLOCK), width, position)
+    # two bits of the k-th largest key at a time, by counting: the bins of a histogram would be fought for
+    threshold = tl.zeros((), tl.uint32)
+    for digit in tl.static_range(16):
+        step: tl.constexpr = 1 << (30 - 2 * digit)
+        reached = (key >= threshold + step).to(tl.int64)
+        reached += (key >= threshold + 2 * step).to(tl.int64) << 20
+        reached += (key >= threshold + 3 * step).to(tl.int64) << 40
+        count = tl.sum(reached, axis=0)
+        at_least = ((count & 0xFFFFF) >= k).to(tl.uint32) + (((count >> 20) & 0xFFFFF) >= k).to(tl.uint32)
+        threshold += (at_least + ((count >> 40) >= k).to(tl.uint32)) * step
+    ties = k - tl.sum((key > threshold).to(tl.int32), axis=0)
+    _write_best(out, key, 0, threshold, ties, 0, 0, BLOCK)
+    _write_nothing(out, position, width, k, BLOCK)
+
+
 @triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
 def _count_kernel(
     scores, positions, counts, parts, first_token, width, k, segments,
@@ -174,23 +222,21 @@ def _write_kernel(
             above += tl.sum(tl.load(parts + s * 257 + 256, mask=s < segment, other=0), axis=0)
             equal += tl.sum(tl.sum(tl.where(v[None, :] == last, count, 0), axis=1), axis=0)
         key = _sortable(scores + row * width, start + i, width, position)
-        larger = key > threshold
-        same = (key == threshold) & (key > 0)
-        one = tl.where(larger, 65536, same.to(tl.int32))  # two counts in one: BLOCK is less than 2^15
-        before = tl.cumsum(one, axis=0) - one
-        tied = equal + before % 65536
-        take = larger | (same & (tied < ties))
-        tl.store(out + above + before // 65536 + tl.minimum(tied, ties), start + i, mask=take)
+        _write_best(out, key, start, threshold, ties, above, equal, BLOCK)
     if segment == 0:
-        taken = tl.minimum(tl.minimum(position + 1, width), k).to(tl.int32)
-        for first in range(tl.maximum(taken, 0) // BLOCK * BLOCK, k, BLOCK):
-            tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
+        _write_nothing(out, position, width, k, BLOCK)
 
 
 def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
     """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`."""
     rows, width = scores.shape
     segments = triton.cdiv(width, _SEGMENT)
+    if segments == 1:
+        _select_row_kernel[(rows,)](
+            scores, positions, out[first_token:], first_token, width, topk, BLOCK=_SEGMENT, num_warps=8,
+            **overlap(scores.device, rows),
+        )  # fmt: skip
+        return
     counts = torch.zeros(rows, 4, 256, dtype=torch.int32, device=scores.device)
     parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
     for digit in range(4):

@@ -161,7 +161,7 @@ def tile_for(block_m: int, family: str) -> Tile:
         return Tile(128, 4) if block_m <= 32 else Tile(64, 8)
     # fewest registers without spills in the loop: 8 rows take 80 without a limit, and spill with one
     if block_m == 8:
-        return Tile(128, 4)
+        return Tile(64, 4, prefetch=True)
     if block_m in (16, 48):
         return Tile(128, 4, 80)
     return Tile(64, 8, 80) if block_m <= 64 else Tile(64, 8, 128, 64)
