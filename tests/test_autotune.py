@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from autotune import fit, tune
+from autotune.__main__ import main as cli
 from autotune.bench import TOLERANCE, LinearBench, MoeBench
 from autotune.calibrate import row
 from autotune.features import Features, matrix_loops
@@ -188,6 +189,77 @@ def test_an_entry_keeps_the_rules_choice_unless_clearly_slower():
     tables._check_entry("linear", dict(zip(tables.KEYS["linear"], key)) | {"config": entry.config, "evidence": entry.evidence})
     for problem, rows in ((LinearProblem(6144, 128, MCG3), 16), (MoeProblem(4, 128, 256, 2, MCG3), 64)):
         assert tune.problem_of(problem.op, tune.key_of(problem, rows)) == (problem, rows)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """`tune.measure` on a GPU that is not there: compiling works, a candidate takes 100 us over its split."""
+    from exl3_triton import timing
+    from exl3_triton.ops import tuning
+
+    versions = {"torch": "2", "triton": "3", "driver": "5"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(timing, "header", lambda device: {"device": "Test Card"} | versions)
+    monkeypatch.setattr(tuning, "device_of", lambda device: Device("cuda", 100, "Test Card", (12, 9)))
+    monkeypatch.setattr(tune, "compile_all", lambda tasks, work, jobs, seconds: [(task, [code()]) for task in tasks])
+    configs = [LinearConfig(16, 64, split, 4) for split in (1, 2, 3)]
+    monkeypatch.setattr(tune, "_plan", lambda todo, device, count, jobs: dict.fromkeys(todo, configs[:count]))
+
+    def measured(problem, rows, configs):
+        ranked = [Ranked(config, dict.fromkeys(problem.SAMPLES[rows], 100.0 / config.split)) for config in configs]
+        return ranked[:-1], {str(configs[-1]): "wrong: relative error 1"}
+
+    monkeypatch.setattr(tune, "measure_entry", measured)
+    return measured
+
+
+def measure(out, *options):
+    return cli(["measure", "--shape", "6144x128", "--formats", "mcg.3", "--out", str(out), *options])
+
+
+def test_measure_goes_on_where_it_was_stopped(card, tmp_path, monkeypatch, capsys):
+    assert measure(tmp_path, "--budget", "0") == 1
+    path = tmp_path / "linear" / "Test_Card.json"
+    assert not tables.load(path, "linear").entries
+
+    def stopped(problem, rows, configs):
+        if rows == 64:
+            raise KeyboardInterrupt
+        return card(problem, rows, configs)
+
+    monkeypatch.setattr(tune, "measure_entry", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
+    assert sorted(key[-1] for key in tables.load(path, "linear").entries) == [16, 32]
+    monkeypatch.setattr(tune, "measure_entry", card)
+    assert measure(tmp_path) == 0
+    out = capsys.readouterr()
+    assert "2 of 4 entries are there already" in out.err
+    assert "relative error 1" in out.err
+    entries = tables.load(path, "linear").entries
+    assert sorted(key[-1] for key in entries) == [16, 32, 64, 255]
+    for entry in entries.values():
+        assert entry.config["split"] == 2  # 3 was wrong
+        assert entry.evidence["driver"] == "5"
+        assert entry.evidence["gbps"]
+    assert len(path.with_suffix(".jsonl").read_text().splitlines()) == 4
+    before = path.stat().st_mtime_ns
+    assert measure(tmp_path) == 0
+    assert path.stat().st_mtime_ns == before
+    assert measure(tmp_path, "--again", "--rows", "16") == 0
+
+
+def test_measure_refuses_a_damaged_table_and_a_bad_folder_before_any_work(card, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "_plan", lambda *_: pytest.fail("worked"))
+    path = tmp_path / "linear" / "Test_Card.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    assert measure(tmp_path) == 2
+    assert str(path) in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert measure(tmp_path / "file") == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def refuse_some(task):
