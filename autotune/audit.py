@@ -1,9 +1,9 @@
 """What the compiler made of a kernel, for GPUs that need not be there: memory, registers, spills, instructions of the main
 loop.
 
-    python -m autotune --targets sm_90,sm_120 --formats mcg.2,mcg.3,mul1.2.5 --rows 1,16,64
-    python -m autotune --layouts        # every decode layout on every target: what `ops/layout.py` chooses from
-    python -m autotune --json ...       # one JSON object a line
+    python -m autotune audit --targets sm_90,sm_120 --formats mcg.2,mcg.3,mul1.2.5 --rows 1,16,64
+    python -m autotune audit --layouts        # every decode layout on every target: what `ops/layout.py` chooses from
+    python -m autotune audit --json ...       # one JSON object a line
 
 Registers and instructions come from the disassembled machine code (the tools in Triton's package), the rest from Triton's
 stages. A decoded weight should go from the codebook's arithmetic into the matrix instruction without leaving its thread, so
@@ -352,7 +352,7 @@ def _line(report: AuditReport) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile the kernels for the chosen targets, rates, codebooks and row counts, and print a line for each."""
-    parser = argparse.ArgumentParser(prog="python -m autotune", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m autotune audit", description=main.__doc__)
     parser.add_argument("--targets", default=",".join(TARGETS), help="sm_NN or gfxNNN, comma-separated")
     parser.add_argument("--formats", default="mcg.3", help='codebook and bits a weight, such as mcg.3,mul1.2.5, or "all"')
     parser.add_argument("--rows", default="16", help="row counts of the linear kernel, comma-separated")

@@ -16,7 +16,7 @@ TARGETS = (*IN_REGISTERS, "sm_100", "gfx942", "gfx1100", "gfx1201")
 
 
 def run_audit(*options):
-    """Reports of `python -m autotune` as dictionaries."""
+    """Reports of `python -m autotune audit` as dictionaries."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "autotune.audit", "--json", *options]

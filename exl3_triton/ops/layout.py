@@ -2,7 +2,7 @@
 
 Triton chooses the layout of a `tl.dot` operand itself. Of the ways to write the same block, one gets each decoded weight
 where the matrix instruction wants it; the others cost a shuffle or a round trip through shared memory per weight. Which one
-it is was found by compiling all of them (`python -m autotune --layouts`) and is asserted by the tests for the Triton
+it is was found by compiling all of them (`python -m autotune audit --layouts`) and is asserted by the tests for the Triton
 that is installed:
 
     Triton 3.6   sm_90: lanes first, natural k      sm_80, 86, 89, 120, 121: lanes first, k' order

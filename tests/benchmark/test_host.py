@@ -60,7 +60,7 @@ def test_linear_call_overhead_on_a_gpu(benchmark, m):
 @pytest.mark.parametrize(("k", "n"), [(6144, 12288), (6144, 512)])
 def test_linear_in_a_graph_on_a_gpu(benchmark, k, n, m):
     """Device time by CUDA graph replay, in `extra_info`; the benchmark's own clock sees the replay of one call."""
-    from autotune.timing import copies_for, microseconds
+    from timing import copies_for, microseconds
 
     weights = [random_weight(k, n, 3, Codebook.MCG, "cuda") for _ in range(copies_for(k * n * 3 // 8))]
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
