@@ -34,8 +34,9 @@ from triton.compiler import ASTSource
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops._dispatch import OVERLAP_ROWS
 from exl3_triton.ops.hadamard import _rotate_input_kernel
-from exl3_triton.ops.layout import layout_variant_for
+from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
 from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
+from exl3_triton.ops.modes import MODES, PARTS
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
 from exl3_triton.ops.tuning import Device, select_linear
 
@@ -228,12 +229,14 @@ def audit_linear(
     n: int = 4096,
     split: int = 1,
     variant: int | None = None,
+    mode: str = "exact",
 ) -> AuditReport:
     """The product kernel of `ops.linear` for one matrix [k, n], with the settings that a call of `rows` rows uses."""
     twice_bits, blocks = round(2 * bits), n // 128
-    config = select_linear(rows, k, blocks, Device(_family(gpu), 1), twice_bits)
+    config = select_linear(rows, k, blocks, Device(_family(gpu), 1), twice_bits, mode)
     if config is None:
         raise ValueError(f"rows {rows}: the weights are decoded once there; audit the kernel `decode`")
+    word_order = WORD_ORDER if PARTS[mode] > 1 else 0
     constants = {
         "K": k,
         "CLASSES": ((twice_bits, int(codebook), n, n, 0, 0, 1, 0),),
@@ -241,35 +244,40 @@ def audit_linear(
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
         "SPLIT": split,
-        "VARIANT": layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant,
+        "VARIANT": (layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant) | word_order,
         "PREFETCH": config.prefetch,
+        "PARTS": PARTS[mode],
+        "LOW": mode == "precise",
         "OVERLAP": _overlaps(gpu) and rows <= OVERLAP_ROWS,
     }
     signature = {
-        "xh": "*fp16",
+        "xh": "*i8" if mode == "int8" else "*fp16",
         "exponents": "*i32",
+        "affine": "*fp32" if mode == "int8" else "*i32",
         "words": ("*i32",),
         "svh": ("*fp16",),
         "bias": ("*fp16",),
         "y": ("*bf16",),
     }
-    signature |= {"partial": "*fp32", "m": "i32"}
+    signature |= {"partial": "*i32" if mode == "int8" else "*fp32", "m": "i32"}
+    labels = {"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": constants["VARIANT"]}
     return audit(
         _product_kernel,
         signature,
         constants,
         gpu,
         {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers},
-        labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": constants["VARIANT"]},
+        labels=labels | ({} if mode == "exact" else {"mode": mode}),
         weights_per_thread=128 * config.block_k // (32 * config.num_warps),
-        activation_bytes=2 * config.block_m * config.block_k,
+        activation_bytes=(2 if mode == "exact" else 4) * config.block_m * config.block_k,
     )
 
 
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
     constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": _overlaps(gpu)}
-    signature = {"exponents": "*i32", "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
+    signature = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
+    signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 
 
@@ -295,7 +303,7 @@ def _family(gpu: GPUTarget) -> str:
 def audit_rotate_input(gpu: GPUTarget, *, k: int = 4096, matrices: int = 2) -> AuditReport:
     """The rotation of the activations, bf16 in."""
     variant = layout_variant_for(gpu.backend, gpu.arch)
-    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "OVERLAP": _overlaps(gpu)}
+    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "LOW": False, "OVERLAP": _overlaps(gpu)}
     signature = {"x": "*bf16", "suh": ("*fp16",) * matrices, "xh": "*fp16", "exponents": "*i32", "stride": "i32"}
     return audit(_rotate_input_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"matrices": matrices})
 
@@ -350,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--targets", default=",".join(TARGETS), help="sm_NN or gfxNNN, comma-separated")
     parser.add_argument("--formats", default="mcg.3", help='codebook and bits a weight, such as mcg.3,mul1.2.5, or "all"')
     parser.add_argument("--rows", default="16", help="row counts of the linear kernel, comma-separated")
+    parser.add_argument("--mode", default="exact", choices=MODES, help="of the linear kernel (default exact)")
     parser.add_argument("--split", type=int, default=1, help="parts of k of the linear kernel (default 1)")
     parser.add_argument("--kernels", default="linear", help="of linear, reduce, rotate, decode, dequantize, comma-separated")
     parser.add_argument("--layouts", action="store_true", help="the linear kernel in all four decode layouts")
@@ -372,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
                 if "linear" in kernels:
                     for rows in map(int, args.rows.split(",")):
                         for variant in range(4) if args.layouts else (None,):
-                            yield audit_linear(gpu, bits, codebook, rows, split=args.split, variant=variant)
+                            yield audit_linear(gpu, bits, codebook, rows, split=args.split, variant=variant, mode=args.mode)
 
     for report in reports():
         derived = {

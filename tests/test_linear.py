@@ -22,11 +22,11 @@ SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
 AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
 
 
-def launch(x, weights, config=None, out_dtype=None):
+def launch(x, weights, config=None, out_dtype=None, mode="exact"):
     """The launcher itself, to force a configuration."""
     fields = ([w.trellis for w in weights], [w.suh for w in weights], [w.svh for w in weights], [w.bias for w in weights])
     codebooks, sizes = [int(w.codebook) for w in weights], [w.out_features for w in weights]
-    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config)
+    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config, mode)
 
 
 def plain(weight):

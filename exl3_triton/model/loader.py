@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..format import SUFFIXES, Codebook, ExpertProjection, ExpertWeights, FormatError, TrellisWeight, padded_size
+from ..ops.modes import check_mode
 from .checkpoint import Checkpoint, TensorInfo, listing
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
@@ -33,7 +34,7 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
 class WeightSource:
     """Gives a model its weights by canonical name, checked, and remembers which were used.
 
-    device: "meta" for the preflight, where a missing tensor becomes a meta tensor of the required shape and is reported by
+    mode: of `ops.linear`, for quantized matrices other than experts. device: "meta" for the preflight, where a missing tensor becomes a meta tensor of the required shape and is reported by
     `finish`; elsewhere a missing tensor raises at once. dtype: of plain weights; a few small ones stay fp32 (`FP32_NAMES`).
     progress: a bar on stderr, counting the bytes read against `total_bytes` (the preflight's `claimed_bytes`).
     A context manager: the files stay open inside it. All methods raise FormatError naming tensor, found and required.
@@ -45,6 +46,7 @@ class WeightSource:
         device: torch.device | str,
         dtype: torch.dtype,
         *,
+        mode: str = "exact",
         progress: bool = False,
         total_bytes: int | None = None,
     ):
@@ -55,7 +57,7 @@ class WeightSource:
                 "a plain EXL3 or an unquantized checkpoint"
             )
         self.checkpoint = checkpoint
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.mode = torch.device(device), dtype, mode
         self.claimed_bytes = 0
         self._meta = self.device.type == "meta"
         self._claimed: set[str] = set()
@@ -99,13 +101,15 @@ class WeightSource:
         """
         if self._is_quantized(name):
             self._exl3_format(name, in_features, out_features)
-            return Exl3Linear(self._trellis(name, in_features, out_features).to(self.device))
+            weight = self._trellis(name, in_features, out_features)
+            check_mode(name, self.mode, [weight])
+            return Exl3Linear(weight.to(self.device), self.mode)
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
             weight_name = f"{name}.trellis"  # the rest of a quantized matrix is there
-        weight = self.tensor(weight_name, (out_features, in_features))
-        assert weight is not None
-        return PlainLinear(weight, self.tensor(f"{name}.bias", (out_features,), dtype=weight.dtype, optional=True))
+        plain = self.tensor(weight_name, (out_features, in_features))
+        assert plain is not None
+        return PlainLinear(plain, self.tensor(f"{name}.bias", (out_features,), dtype=plain.dtype, optional=True))
 
     def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
         """The output head: the stored one, or the embedding [vocab, hidden] where none is stored and the model is tied."""

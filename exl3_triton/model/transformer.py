@@ -170,6 +170,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
     max_context: int | None = None,
     mtp: bool = False,
+    mode: str = "exact",
     progress: bool = True,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
@@ -177,7 +178,8 @@ def load(
     device: where the weights go. dtype: of activations, cache and unquantized weights; default fp32 on a CPU, fp16 on a GPU
     (the residual stream and everything that can grow is fp32 either way). overrides: changes config.json's keys before they
     are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare for, default the model's own limit up to 65,536.
-    mtp: also the next-token layer, for speculative decoding. progress: a bar on stderr. Everything that can be refused is
+    mtp: also the next-token layer, for speculative decoding. mode: of `ops.linear`, for all quantized matrices but the routed
+    experts, which are always exact. progress: a bar on stderr. Everything that can be refused is
     refused from the headers, before any weight is read: raises
     FormatError (a ValueError) naming the tensor or key, what was found and what is required.
     """
@@ -194,11 +196,12 @@ def load(
         raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings of {path})")
     if mtp:
         check_mtp(config)
-    with WeightSource(checkpoint, "meta", dtype) as headers:
+    with WeightSource(checkpoint, "meta", dtype, mode=mode) as headers:
         Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
         headers.check_scales()
     total = headers.claimed_bytes
-    with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
+    source = WeightSource(checkpoint, device, dtype, mode=mode, progress=progress, total_bytes=total)
+    with torch.inference_mode(False), source:
         model = Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp)
     return model.eval()

@@ -81,6 +81,13 @@ _HIP = (
     Regime(64, 64, 128, 8, None, 2),
     Regime(1 << 31, 64, 128, 8, None, 2),
 )
+_MODES = (
+    Regime(16, 16, 64, 4, None, 3),
+    Regime(32, 32, 64, 4, None, 3),
+    Regime(64, 64, 64, 8, None, 2),
+    Regime(255, 64, 64, 8, None, 2),
+)
+_INT8 = (*_MODES[:3], Regime(1 << 31, 64, 64, 8, None, 0))  # never decoded once; many blocks of tokens need no split
 
 
 class Device(NamedTuple):
@@ -101,8 +108,13 @@ def device_of(device: torch.device) -> Device:
     return Device("sm_90" if torch.cuda.get_device_capability(device) == (9, 0) else "cuda", processors)
 
 
-def regimes(family: str) -> tuple[Regime, ...]:
-    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul."""
+def regimes(family: str, mode: str = "exact") -> tuple[Regime, ...]:
+    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul.
+
+    The modes of `linear` other than "exact" share settings that compile without spills everywhere: nobody has timed them.
+    """
+    if mode != "exact":
+        return _INT8 if mode == "int8" else _MODES
     return {"sm_90": _HOPPER, "hip": _HIP}.get(family, _CUDA)
 
 
@@ -130,15 +142,17 @@ def _form(regime: Regime, k: int, blocks: int, device: Device, twice_bits: int) 
     return behind if idle or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192) else regime
 
 
-def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6) -> LinearConfig | None:
+def select_linear(
+    m: int, k: int, blocks: int, device: Device, twice_bits: int = 6, mode: str = "exact"
+) -> LinearConfig | None:
     """Launch parameters for m rows of a product over k with `blocks` blocks of 128 output features.
 
     twice_bits: twice the highest rate among the matrices. None where decoding the weights once and a plain matrix product
     are faster.
     """
-    for regime in regimes(device.family):
+    for regime in regimes(device.family, mode):
         if m <= regime.rows:
-            form = _form(regime, k, blocks, device, twice_bits)
+            form = _form(regime, k, blocks, device, twice_bits) if mode == "exact" else regime
             split = split_of(form, k, blocks, device)
             return LinearConfig(form.block_m, form.block_k, split, form.num_warps, form.registers, form.prefetch)
     return None
