@@ -276,7 +276,7 @@ def audit_linear(
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
     constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": _overlaps(gpu)}
-    signature = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
+    signature: dict[str, Any] = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
     signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 

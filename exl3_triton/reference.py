@@ -154,7 +154,7 @@ def round_rows(x: Tensor) -> Tensor:
 
 def int8_rows(x: Tensor) -> Tensor:
     """x [..., n] rounded to the 255 steps of int8, one scale a row: a 127th of its largest magnitude."""
-    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-35) / 127
     return torch.floor(x / step + 0.5) * step
 
 

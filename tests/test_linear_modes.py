@@ -13,7 +13,7 @@ from exl3_triton import Exl3Linear, reference
 from exl3_triton.format import Codebook, FormatError, TrellisWeight
 from exl3_triton.model.layers import linears as linear_layers
 from exl3_triton.ops.linear import linear, linears
-from exl3_triton.ops.modes import CENTER, MODES, SLOPE
+from exl3_triton.ops.modes import CENTER, INT8_MAX_IN, MODES, SLOPE
 from exl3_triton.ops.tuning import Device, device_of, regimes, select_linear
 
 pytest.importorskip("triton")
@@ -38,7 +38,7 @@ def fp32_sums(k):
 
 
 def int8_error(x, weight):
-    """Expected relative error of `x` under mode "int8": steps of a 127th of the row's largest magnitude, evenly spread errors."""
+    """Expected relative error under mode "int8": evenly spread over steps of a 127th of each row's largest magnitude."""
     rotated = reference.rotate(x.double().cpu() * weight.suh.double().cpu())
     step = rotated.abs().amax(-1) / 127
     return (step.square().sum() * rotated.shape[-1] / 12).sqrt() / rotated.norm()
@@ -52,10 +52,10 @@ def relative(y, exact):
 def tolerance(mode, k):
     """Against float64 in the same mode: fp32 sums, the rounding of activations to fp16, and what int8 steps make of that.
 
-    A value whose fp16 rounding differs from float64's moves by a step where it lies at the edge of two: 2^-11 of all values at
-    an edge as wide as that, so sqrt(2^-11) of the error of all steps, about 1 %.
+    A value at the edge of two steps that fp32 rounds to another fp16 neighbour than float64 lands a whole step away, sqrt(12)
+    times the usual error of about 2^-7; allowed for one value in 2^11.
     """
-    return fp32_sums(k) + {"precise": 0, "split": 1.1 * rounding(torch.float16), "int8": 0.01 * 2**-5}[mode]
+    return fp32_sums(k) + {"precise": 0, "split": 1.1 * rounding(torch.float16), "int8": (12 * 2**-11) ** 0.5 * 2**-7}[mode]
 
 
 def check(y, x, weight, mode, out_dtype=torch.float32):
@@ -68,9 +68,11 @@ def check(y, x, weight, mode, out_dtype=torch.float32):
 
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("mode", APPROXIMATE)
-def test_modes_agree_with_float64(device, triton_backend, mode, m):
-    weight = matrix(mode, device=device)
-    x = torch.randn(m, 384, device=device)
+def test_modes_agree_with_float64(device, triton_backend, mode, m, monkeypatch):
+    """The last number of rows decodes once (int8: does not), with little scratch, in two slices of the columns."""
+    monkeypatch.setattr(importlib.import_module("exl3_triton.ops.linear"), "SCRATCH_ELEMENTS", 256 * 128)
+    weight = matrix(mode, 3, 256, 256 if m > 255 else 128, device)
+    x = torch.randn(m, 256, device=device)
     check(linear(x, weight, mode=mode), x, weight, mode)
 
 
@@ -101,8 +103,7 @@ def test_precise_one_hot_rows_return_decoded_weights(device, triton_backend):
 
 
 @pytest.mark.parametrize("config", [None, SPLIT_ALL], ids=["", "split k"])
-@pytest.mark.parametrize("codebook", [Codebook.THREE_INST, Codebook.MCG])
-@pytest.mark.parametrize("bits", [1, 3, 6, 7])
+@pytest.mark.parametrize(("bits", "codebook"), [(1, Codebook.MCG), (3, Codebook.MCG), (6, Codebook.THREE_INST)])
 def test_split_one_hot_rows_return_the_sum_of_both_halves(device, triton_backend, bits, codebook, config):
     weight = plain(random_weight(bits, codebook, 256, 128, device))
     rows = torch.randperm(256)[:16]
@@ -113,19 +114,13 @@ def test_split_one_hot_rows_return_the_sum_of_both_halves(device, triton_backend
 
 
 @pytest.mark.parametrize("config", [None, SPLIT_ALL], ids=["", "split k"])
-@pytest.mark.parametrize("bits", [1, 2.5, 3, 3.5, 5, 7])
+@pytest.mark.parametrize("bits", [1, 2.5, 3, 7])
 def test_int8_sums_are_those_of_integers(device, triton_backend, bits, config):
     """Rows whose rotation is integers up to 127, which add up to nothing: y is one rounding of the integer product."""
     weight = plain(random_weight(bits, Codebook.MUL1, 256, 128, device))
-    steps = torch.randint(-126, 127, (9, 256))
-    steps[:, 0], steps[:, 1] = 127, -127
-    for row in steps:  # bring the sum to zero by moving each step at most to the next
-        total, i = int(row.sum()), 2
-        while total:
-            row[i] -= total // abs(total)
-            total, i = int(row.sum()), i + 1
-    assert steps.abs().max() == 127
-    assert not steps.sum(-1).any()
+    steps = torch.randint(-127, 128, (9, 128))
+    steps[:, 0] = 127
+    steps = torch.cat([steps, -steps[:, torch.randperm(128)]], -1)
     x = (steps.double().view(9, 2, 128) @ reference.hadamard_matrix()).view(9, 256).float()
     states = reference.trellis_states(weight.trellis.cpu())
     product = states * 0x83DCD12D & 0xFFFFFFFF
@@ -153,20 +148,18 @@ def test_modes_of_padded_sizes_with_bias_and_strides(device, triton_backend, mod
     weight = matrix(mode, 5, 256, 256, device, in_features=200, out_features=130)
     bias = torch.randn(256).half().to(device)
     weight = TrellisWeight(weight.trellis, weight.suh, weight.svh, weight.codebook, bias, 200, 130)
-    wide = torch.randn(2, 9, 400, device=device)
+    wide = torch.randn(2, 2, 400, device=device)
     for x in (wide[..., 100:300], wide[..., ::2], wide[:0, :, :200]):
         for y in (linear(x, weight, mode=mode), launch(x, [weight], SPLIT_ALL, mode=mode)[0]):
             if x.numel():
                 check(y, x, weight, mode)
             else:
-                assert y.shape == (0, 9, 130)
+                assert y.shape == (0, 2, 130)
 
 
-@pytest.mark.parametrize("m", [3, 40, 300])
+@pytest.mark.parametrize("m", [3, pytest.param(300, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", APPROXIMATE)
-def test_linears_of_mixed_rates(device, triton_backend, mode, m, monkeypatch):
-    """Three matrices in two classes; decoded once in two slices of the columns where there are many rows."""
-    monkeypatch.setattr(importlib.import_module("exl3_triton.ops.linear"), "SCRATCH_ELEMENTS", 256 * 128)
+def test_linears_of_mixed_rates(device, triton_backend, mode, m):
     weights = [matrix(mode, bits, 256, columns, device) for bits, columns in ((3, 128), (4, 256), (3, 128))]
     x = torch.randn(m, 256, device=device)
     for y, weight in zip(linears(x, weights, mode=mode), weights, strict=True):
@@ -222,7 +215,7 @@ def test_rules_of_the_modes_are_named():
 
 
 def test_int8_sums_fit_int32_at_the_largest_width():
-    assert 32768 * 127 * 4 * 128 < 2**31 <= 32896 * 127 * 4 * 128 * 2
+    assert INT8_MAX_IN * 127 * 4 * 128 < 2**31
 
 
 def test_regimes_of_the_modes():

@@ -81,8 +81,9 @@ class Exl3Linear(nn.Module):
         return ops.linear(x, self.weight, out_dtype=out_dtype, mode=self.mode)
 
     def extra_repr(self) -> str:
-        w, mode = self.weight, "" if self.mode == "exact" else f", mode={self.mode}"
-        return f"{w.in_features}, {w.out_features}, bits={w.bits}, codebook={w.codebook.label}, bias={w.bias is not None}{mode}"
+        w = self.weight
+        text = f"{w.in_features}, {w.out_features}, bits={w.bits}, codebook={w.codebook.label}, bias={w.bias is not None}"
+        return text if self.mode == "exact" else f"{text}, mode={self.mode}"
 
 
 class PlainLinear(nn.Module):

@@ -34,9 +34,10 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
 class WeightSource:
     """Gives a model its weights by canonical name, checked, and remembers which were used.
 
-    mode: of `ops.linear`, for quantized matrices other than experts. device: "meta" for the preflight, where a missing tensor becomes a meta tensor of the required shape and is reported by
+    device: "meta" for the preflight, where a missing tensor becomes a meta tensor of the required shape and is reported by
     `finish`; elsewhere a missing tensor raises at once. dtype: of plain weights; a few small ones stay fp32 (`FP32_NAMES`).
     progress: a bar on stderr, counting the bytes read against `total_bytes` (the preflight's `claimed_bytes`).
+    mode: of `ops.linear`, for quantized matrices other than experts.
     A context manager: the files stay open inside it. All methods raise FormatError naming tensor, found and required.
     """
 

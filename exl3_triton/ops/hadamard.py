@@ -77,7 +77,7 @@ def row_shift(bound):
 
 @triton.jit
 def rotate_scaled(x, suh, shift, ROWS: tl.constexpr):
-    """fp16 [ROWS, 128]: rotate(x * suh) * 2^shift; x, suh fp32 [ROWS, 128], shift int32 scalar or [ROWS, 1] from `row_shift`."""
+    """fp16 [ROWS, 128]: rotate(x * suh) * 2^shift; x, suh fp32 [ROWS, 128], shift int32 scalar or [ROWS, 1] (`row_shift`)."""
     return _rotate_scaled(x, suh, shift, ROWS).to(tl.float16)
 
 

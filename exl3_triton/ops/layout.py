@@ -34,7 +34,7 @@ has measured it, and its registers spill on sm_86, 89 and 120.
 """
 
 WORD_ORDER = 16
-"""Bit of `layout_variant`: the order of k of `decode_words` with PARTS > 1, where one codeword fills an operand register: weight
+"""Bit added to `layout_variant` for `decode_words` with PARTS > 1, where one codeword fills an operand register: the weight at
 k = 2 (l % 4) + 8 j8 + j1 of a 16-tile stands at 8 j1 + 4 j8 + l % 4 (with K_ORDER4 at 8 j1 + 2 (l % 4) + j8), PARTS times.
 """
 

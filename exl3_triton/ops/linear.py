@@ -313,8 +313,9 @@ def _decode_once(
 ) -> None:
     """One matrix for many rows: W_rotated into fp16 scratch, `torch.mm` into fp32, then the output's end.
 
-    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS fp16 weights (or 128 columns of
-    them) and fp32 [m, as many columns], for one slice of the columns at a time.
+    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS
+    fp16 weights (or 128 columns of them) and fp32 [m, as many columns] (twice with low parts), for one slice of the columns at
+    a time.
     """
     m, k = xh.shape[-2:]
     columns = trellis.shape[1] * 16

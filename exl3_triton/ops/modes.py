@@ -19,7 +19,8 @@ PARTS = {"exact": 1, "precise": 1, "split": 2, "int8": 4}
 """Values along k that stand for one weight: PARTS of `decode_words`."""
 
 INT8_MAX_IN = 32768
-"""Most input features of mode "int8": one more rotation block of 127 * 4 * 128 a weight could pass int32."""
+"""Most input features of mode "int8": int32 holds the sum of 33025 weights, 127 * 4 * 128 each at most, and a row's block is a
+power of two."""
 
 # W = SLOPE * (sum of four (byte - 128)) + CENTER, from 0x1EEE * (1024 + sum of bytes) + 0xC931 in fp16; both are exact in fp32
 SLOPE = tl.constexpr(0.00676727294921875)
@@ -37,7 +38,9 @@ def check_mode(op: str, mode: str, weights: Sequence[TrellisWeight]) -> None:
         if mode == "int8" and w.codebook is not Codebook.MUL1:
             raise ValueError(f"{what} codebook {w.codebook.label}: required mul1, whose weights are sums of four bytes")
         if mode == "int8" and w.padded_in > INT8_MAX_IN:
-            raise ValueError(f"{what} {w.padded_in} input features: required at most {INT8_MAX_IN}, int32 holds no more products")
+            raise ValueError(
+                f"{what} {w.padded_in} input features: required at most {INT8_MAX_IN}, int32 holds no more products"
+            )
 
 
 @triton.jit
@@ -67,7 +70,7 @@ def launch_quantize_rows(xh: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def raw_product(acc, affine, row, live, rows_in_all):
-    """Accumulators of any mode as fp32; `row` counts the rows of all matrices, `rows_in_all` of them, and fits beside `acc`."""
+    """Accumulators of any mode as fp32; `row`, broadcast to `acc`, counts the rows of all matrices, `rows_in_all`."""
     if acc.dtype == tl.int32:
         slope = tl.load(affine + row, mask=live, other=0.0)
         acc = acc.to(tl.float32) * slope + tl.load(affine + rows_in_all + row, mask=live, other=0.0)

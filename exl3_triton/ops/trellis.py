@@ -71,8 +71,8 @@ def _half_of(word, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _byte_of(word, I: tl.constexpr):
-    return (word >> (8 * I)).to(tl.uint8).to(tl.int8, bitcast=True)
+def _byte_of(word, INDEX: tl.constexpr):
+    return (word >> (8 * INDEX)).to(tl.uint8).to(tl.int8, bitcast=True)
 
 
 @triton.jit
@@ -204,7 +204,9 @@ def _decode_pair(
     VARIANT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Weights J and J + 1 of a lane (with PARTS > 1 their codewords), from the pair whose lowest window is LAST; windows of one CHUNK share a funnel shift."""
+    """Weights J and J + 1 of a lane, with PARTS > 1 their codewords, from the pair whose lowest window is LAST; windows of one
+    CHUNK share a funnel shift.
+    """
     CHUNK_LAST: tl.constexpr = J // CHUNK * CHUNK + CHUNK - 1
     END: tl.constexpr = ((CHUNK_LAST + 1) * TWICE_BITS) // 2
     OUTER: tl.constexpr = ((LAST + 1) * TWICE_BITS) // 2 - END
