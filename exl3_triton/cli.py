@@ -1,4 +1,4 @@
-"""The program `exl3-triton`: generate, chat, eval, inspect.
+"""The program `exl3-triton`: generate, chat, eval, inspect, bench.
 
 Only results go to stdout (text as it is generated, reports); loading, the line that names device and kernels, and statistics
 go to stderr. Exit codes: 0; 1 where `inspect` finds that the checkpoint will not run; 2 for bad input or options; 130 after
@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with `argv` (default: the command line); returns the exit code."""
     # numpy is no dependency; torch says so at its import
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    arguments.command = shlex.join(["exl3-triton", *argv])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
@@ -78,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(generate)
     _speculate_argument(generate)
     _kv_argument(generate)
+    _graphs_argument(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -91,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(chat)
     _speculate_argument(chat)
     _kv_argument(chat)
+    _graphs_argument(chat)
     chat.set_defaults(run=_chat)
 
     evaluate = commands.add_parser(
@@ -125,7 +130,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
+
+    bench = commands.add_parser(
+        "bench",
+        help="speed of prefill and decode steps",
+        description="Time decode steps and prefill, on a checkpoint or on random weights of a known geometry.",
+    )
+    _bench_arguments(bench)
+    bench.set_defaults(run=_bench)
     return parser
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=str(DEMO),
+        metavar="MODEL",
+        help="checkpoint directory (default: the embedded demo); a preset or a config.json, which get random weights",
+    )
+    parser.add_argument("--dummy", action="store_true", help="random weights also for a checkpoint directory")
+    parser.add_argument("--bits", type=float, metavar="K", help="of random weights: 1..8, 1.5, 2.5, 3.5 (default: 3)")
+    parser.add_argument("--codebook", choices=("mcg", "mul1", "3inst"), help="of random weights (default: mcg)")
+    parser.add_argument("--layers", type=int, metavar="N", help="random weights for the first N layers only")
+    parser.add_argument("--rank-of", type=int, metavar="T", help="random weights of one of T tensor-parallel ranks")
+    parser.add_argument("--experts-only", action="store_true", help="only the routed experts are quantized")
+    parser.add_argument("--context", type=_sizes, metavar="N,...", help="contexts of decode steps, 64k is 65536 (default: 4k)")
+    parser.add_argument("--batch", type=_sizes, default=(1,), metavar="N,...", help="sequences of a decode step (default: 1)")
+    parser.add_argument("--prefill", type=_sizes, metavar="N,...", help="lengths of prompts (default: 4k, without --context)")
+    parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="tokens of a prompt fed at once (default: 2048)")
+    parser.add_argument("--repeats", type=int, default=50, metavar="N", help="decode steps timed (default: 50)")
+    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of a decode step from the host")
+    parser.add_argument("--profile", action="store_true", help="kernels and gaps of the decode steps at batch 1 (GPU)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--append", action="store_true", help="keep the rows that are in --output already")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (extra `plot`)")
+    _load_arguments(parser)
+    _kv_argument(parser)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """ "4k,65536" as integers."""
+    try:
+        return tuple(int(part[:-1]) << 10 if part[-1:] in "kK" else int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: required integers with commas between them, 64k is 65536") from None
 
 
 def _model_argument(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +195,12 @@ def _speculate_argument(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="tokens drafted a step by the next-token layer, 1..5 (default: 0)",
+    )
+
+
+def _graphs_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_const", const=False, help="decode without CUDA graphs, to compare"
     )
 
 
@@ -216,7 +271,8 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    llm = LLM(arguments.model, device=device, dtype=dtype, speculate=arguments.speculate, kv=arguments.kv)
+    options = {name: getattr(arguments, name) for name in ("speculate", "kv", "graphs")}
+    llm = LLM(arguments.model, device=device, dtype=dtype, **options)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm
 
@@ -368,6 +424,59 @@ def _inspect(arguments: argparse.Namespace) -> int:
     report = inspect_checkpoint(arguments.model, tp=arguments.tp)
     _print((json.dumps(report, indent=2) if arguments.json else format_report(report)).rstrip("\n") + "\n")
     return 0 if report["runs"] else 1
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from . import bench
+    from .format import Codebook
+
+    if arguments.append and arguments.output is None:
+        raise ValueError("--append: acts on --output, which is not there")
+    if arguments.plot is not None:
+        bench.plot_backend()
+    device, dtype = _device_and_dtype(arguments)
+    result: dict[str, Any] = {"header": {}, "rows": [], "profiles": []}
+    if arguments.append and arguments.output.exists():
+        result = bench.read_results(arguments.output)
+    contexts, prefills = arguments.context, arguments.prefill
+    if contexts is None and prefills is None:
+        contexts = prefills = (4096,)
+    rows = []
+    for kind, found in bench.run(
+        arguments.model,
+        contexts=contexts or (),
+        batches=arguments.batch,
+        prefills=prefills or (),
+        device=device,
+        dtype=dtype,
+        kv=arguments.kv,
+        graphs=not arguments.no_graphs,
+        repeats=arguments.repeats,
+        chunk=arguments.chunk,
+        profile=arguments.profile,
+        dummy=arguments.dummy,
+        bits=arguments.bits,
+        codebook=next((each for each in Codebook if each.label == arguments.codebook), None),
+        layers=arguments.layers,
+        rank_of=arguments.rank_of,
+        experts_only=arguments.experts_only,
+    ):
+        if kind == "header":
+            result["header"] = found | {"command": arguments.command}
+            _note(f"{found['device']}: reads {found['hbm_read_gbps']} GB/s, multiplies {found['matmul_tflops']} TFLOP/s")
+        elif kind == "profile":
+            result["profiles"].append(found)
+            _note(bench.profile_table(found))
+        else:
+            rows.append(found)
+            result["rows"].append(found | {"command": arguments.command})
+            _note(bench.table([found]).splitlines()[1])
+        if arguments.output is not None:
+            bench.save_results(arguments.output, result)
+    _print(bench.table(rows) + "\n")
+    if arguments.plot is not None:
+        bench.save_plot(rows, arguments.plot)
+    return 0
 
 
 def _print(text: str) -> None:

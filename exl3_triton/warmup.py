@@ -86,8 +86,8 @@ def _warm_transformer(model: Transformer, max_tokens: int) -> None:
             counts.update(plan_row_counts(module.bound, max_tokens))
     for rows in sorted(counts):
         tokens = torch.zeros(rows, dtype=torch.long, device=device)
-        # a short bound sees every position, a long one selects: both forms of attention
-        for bound in {rows, min(max(rows, topk + PAGE), model.max_context)}:
+        # a short bound sees every position, longer ones select among them: all forms of attention
+        for bound in {rows, min(max(rows, topk + PAGE), model.max_context), model.max_context}:
             for prefill in (False, True):
                 batch = Batch.of_sequence(tokens, 0, range(1, pages + 1), prefill=prefill, max_context=bound)
                 hidden = model(batch, cache)

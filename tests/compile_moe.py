@@ -86,6 +86,7 @@ def main() -> None:
         found: dict[str, dict] = {}
         labels: dict[str, Any] = {}
         moe.device_of = lambda _, gpu=gpu: Device(family_of(gpu), 1)  # type: ignore[assignment]
+        moe.overlap = lambda *_, gpu=gpu: {"OVERLAP": gpu.backend == "cuda" and gpu.arch >= 90}  # type: ignore[assignment]
         older_order = layout_variant_for("cuda", 80) & K_ORDER4 if gpu.backend == "cuda" else 0
         moe._variant = lambda _, block_m, gpu=gpu, older=older_order: (  # type: ignore[assignment]
             layout_variant_for(gpu.backend, gpu.arch) | (older if block_m < 16 else 0)

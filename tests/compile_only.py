@@ -121,8 +121,8 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
             kv_cache._launch_mla_kv_write(*written)
         for index_keys in (meta(1000, 64, 132, kind=torch.uint8), index_cache):
             weights = meta(tokens, model["index_heads"], kind=torch.float32)
-            scores = (index_q, weights, index_keys, *place(tokens), 2048, 131072)
-            indexer._launch_index_select(*scores)
+            for context in (4096, 131072):
+                indexer._launch_index_select(index_q, weights, index_keys, *place(tokens), 2048, context)
         norm._launch_rms_norm(meta(tokens, 6144), meta(6144), 1e-6, dtype)
         norm._launch_rms_norm(meta(tokens, 6144), meta(6144), 1e-6, dtype, meta(tokens, 6144))
         swiglu._launch_swiglu(meta(tokens, 2048), meta(tokens, 2048), None, dtype)

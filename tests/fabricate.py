@@ -49,6 +49,12 @@ CONFIG = {
     "v_head_dim": 32,
     "vocab_size": 160,
 }
+GQA = {
+    "model_type": "glm4_moe", "vocab_size": 160, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 200, "moe_intermediate_size": 96, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "routed_scaling_factor": 1.0, "max_position_embeddings": 256, "attention_bias": True, "use_qk_norm": True,
+}  # fmt: skip
 SCALE_DTYPE = torch.float16
 
 

@@ -127,7 +127,8 @@ def select_from(scores, positions, topk):
 
 
 @pytest.mark.parametrize(
-    ("width", "topk", "cases"), [(3000, 16, 6), (500, 100, 6), pytest.param(131_072, 2048, 300, marks=pytest.mark.gpu)]
+    ("width", "topk", "cases"),
+    [(3000, 16, 6), (500, 100, 6), (250, 40, 6), pytest.param(131_072, 2048, 300, marks=pytest.mark.gpu)],
 )
 def test_selection_equals_topk(width, topk, cases, device, monkeypatch):
     """Distinct scores of both signs; contexts of one or more segments."""

@@ -1,9 +1,13 @@
-"""The paged key-value cache: pages of 64 tokens, a block table per sequence, who owns which page, and a batch of tokens."""
+"""The paged key-value cache: pages of 64 tokens, a block table per sequence, who holds which page, and a batch of tokens."""
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -155,32 +159,86 @@ class KVCache:
 
 
 class PageAllocator:
-    """Hands out the pages 1..num_pages-1; page 0 is a place where padding may point."""
+    """Who holds which of the pages 1..num_pages-1; page 0 is a place where padding may point.
+
+    A page is free, or held by one or more sequences, or cached: held by nobody, but full of tokens under whose key it is
+    found again (`page_keys`). Cached pages are handed out again when no free one is left, the least recently held first.
+    """
 
     def __init__(self, num_pages: int):
         self._free = list(range(num_pages - 1, 0, -1))
-        self._owned: set[int] = set()
+        self._holders: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
-        """Pages that can be handed out now."""
-        return len(self._free)
+        """Pages that can be handed out now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    def available_beside(self, shared: Sequence[int]) -> int:
+        """Pages that could still be handed out once these are shared."""
+        return self.available - sum(page in self._cached for page in shared)
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages, lowest free numbers first on a fresh allocator. Raises ValueError when there are not enough."""
-        if count > len(self._free):
-            raise ValueError(f"cache: {count} pages of {PAGE} tokens wanted, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(count)]
-        self._owned.update(pages)
+        if count > self.available:
+            raise ValueError(f"cache: {count} pages of {PAGE} tokens wanted, {self.available} free")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        self._holders.update(dict.fromkeys(pages, 1))
         return pages
 
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page
+
     def free(self, pages: Sequence[int]) -> None:
-        """Takes pages back. Raises ValueError for a page that is not handed out."""
+        """Takes back one holder's pages, those to be kept longest last. Raises ValueError for a page that nobody holds."""
         for page in pages:
-            if page not in self._owned:
+            if page not in self._holders:
                 raise ValueError(f"cache: page {page} freed, but it is not in use")
-            self._owned.remove(page)
-            self._free.append(page)
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            del self._holders[page]
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def register(self, page: int, key: bytes) -> None:
+        """Makes a held page, which is full, findable; without effect where another one has the key or the page has one.
+
+        Raises ValueError for a page that nobody holds.
+        """
+        if page not in self._holders:
+            raise ValueError(f"cache: page {page} registered, but it is not in use")
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the first keys, up to one that no page has."""
+        return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for found pages, who only reads them."""
+        for page in pages:
+            self._cached.pop(page, None)
+            self._holders[page] = self._holders.get(page, 0) + 1
+
+
+def page_keys(tokens: Sequence[int], keys: list[bytes], behind: int = 0) -> list[bytes]:
+    """Appends to `keys`, the keys of a sequence's first pages, those of its further full pages, and returns it.
+
+    A key is a SHA-256 hash of the page's tokens and the key before it, so it stands for everything up to the end of the page;
+    with `behind`, also for as many tokens behind the page: the next-token layer's rows depend on one.
+    """
+    while (end := (len(keys) + 1) * PAGE + behind) <= len(tokens):
+        page = array("q", tokens[end - behind - PAGE : end]).tobytes()
+        keys.append(sha256((keys[-1] if keys else b"") + page).digest())
+    return keys
 
 
 def pages_for(tokens: int) -> int:

@@ -138,11 +138,14 @@ class ModelConfig:
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
         """The published sizes of a model, e.g. "glm-5.2", without a checkpoint. Raises ValueError listing the known names."""
-        path = _PRESETS / f"{name}.json"
-        if not path.is_file():
-            known = ", ".join(sorted(each.stem for each in _PRESETS.glob("*.json")))
-            raise ValueError(f"preset {name!r} is not known; known: {known}")
-        return cls.from_dict(read_json_object(path))
+        if name not in cls.presets():
+            raise ValueError(f"preset {name!r} is not known; known: {', '.join(cls.presets())}")
+        return cls.from_dict(read_json_object(_PRESETS / f"{name}.json"))
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names that `preset` knows."""
+        return tuple(sorted(each.stem for each in _PRESETS.glob("*.json")))
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -1,189 +1,38 @@
 """Generation: prompts in, tokens and text out as they come.
 
-One flat batch a step: sequences join when cache pages are free and leave when they end. A prompt is prefilled in chunks, one
-chunk between two decode steps, so that a long prompt delays the others by one chunk at most. All pages that a request can
-ever need are taken when it joins; it never has to be stopped halfway.
+A step decodes all running sequences as one flat batch, then prefills some prompt tokens of those that wait; `scheduler.py`
+says which, and who is paused where the cache is full.
 
 The decode step works on buffers of constant address, rows 0..n-1 in use and the rest padding (position -1, slot -1), and the
 chosen tokens, positions and slots advance on the device: the host reads one small tensor a step, and writes only when a
-sequence joins or leaves. With speculation (`speculate.py`) a step gives a sequence several tokens; grammars (`grammar.py`)
-live on the host, and their masks go to the device before each step.
+sequence joins or leaves or gets another page. With speculation (`speculate.py`) a step gives a sequence several tokens;
+grammars (`grammar.py`) live on the host, and their masks go to the device before each step.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import PAGE
-from .cache import Batch, PageAllocator, check_kv, pages_for
+from .cache import PAGE, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
+from .graphs import DecodeGraphs, use_graphs
+from .prompts import Prompt, as_list, tokens_of
+from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
+from .scheduler import Chunk, Scheduler, SchedulerStats
+from .sequence import Output, SequenceState, StopStrings, TokenLogprobs, pack, unpack
 from .speculate import NOTHING, SpeculationStats, Speculator, check_num_drafts
 from .tokenizer import StreamDetokenizer, Tokenizer
 from .transformer import Transformer, load
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-
 # Without max_context the context ends here: a cache for the million positions of some models would not fit most machines.
 DEFAULT_CONTEXT = 8192
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural log-probability of the chosen token, and (id, log-probability) of the most probable ids, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Output:
-    """One token of one prompt.
-
-    Attributes:
-        index: which prompt.
-        token_id: the token.
-        text: text that became certain with it; "" while a character or a possible stop string is unfinished, and without a
-            tokenizer.
-        logprobs: where the request asked for them.
-        finish_reason: None while the sequence goes on; "stop" (end-of-sequence id, stop id or stop string) or "length"
-            (max_tokens, or the end of the context).
-    """
-
-    index: int
-    token_id: int
-    text: str
-    logprobs: TokenLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class StopStrings:
-    """Cuts streamed text at the first stop string to be complete, and holds back what may be the beginning of one.
-
-    The result does not depend on how the text is divided into pieces.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._held = ""
-
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Text that can be shown, and whether a stop string was found (nothing follows then)."""
-        text = self._held + piece
-        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if ends:
-            self._held = ""
-            return text[: min(ends)[1]], True
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                self._held = text[-length:]
-                return text[:-length], False
-        self._held = ""
-        return text, False
-
-    def flush(self) -> str:
-        """What is still held back, when the text ends otherwise."""
-        held, self._held = self._held, ""
-        return held
-
-
-@dataclass
-class _Sequence:
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    limit: int  # tokens to generate at most, by max_tokens and by the end of the context
-    stop_ids: frozenset[int]
-    detokenizer: StreamDetokenizer | None
-    stop_strings: StopStrings
-    grammar: Grammar | None
-    pages: list[int] = field(default_factory=list)
-    prefilled: int = 0
-    generated: list[int] = field(default_factory=list)
-    row: int | None = None  # in the decode buffers
-    drafts: list[int] = field(default_factory=list)  # what the next step verifies, where a grammar needs to know
-
-    @property
-    def cache_rows(self) -> int:
-        # the last token is never fed back, so it needs no place in the cache
-        return len(self.prompt) + self.limit - 1
-
-    @property
-    def pages_needed(self) -> int:
-        return pages_for(self.cache_rows)
-
-    def accept(self, token: int, logprobs: TokenLogprobs | None) -> Output:
-        """Append a sampled token and decide whether the sequence ends."""
-        self.generated.append(token)
-        ends, complete = token in self.stop_ids, False
-        if self.grammar is not None and not ends:
-            self.grammar.advance(token)
-            complete = self.grammar.finished
-        reason = "stop" if ends or complete else "length" if len(self.generated) >= self.limit else None
-        text = ""
-        if self.detokenizer is not None:
-            piece = "" if ends else self.detokenizer.push(token)
-            if reason is not None:
-                piece += self.detokenizer.flush()
-            text, found = self.stop_strings.push(piece)
-            if found:
-                reason = "stop"
-            elif reason is not None:
-                text += self.stop_strings.flush()
-        return Output(self.index, token, text, logprobs, reason)
-
-
-class _Rows:
-    """The decode step's input buffers, one row per decoding sequence, at constant addresses."""
-
-    def __init__(self, capacity: int, pages: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self.positions = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.slots = torch.full((capacity,), -1, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(capacity, pages, dtype=torch.int32, device=device)
-
-    def load(self, sequences: Sequence[_Sequence]) -> None:
-        """Write the rows of `sequences`, whose last generated token is to be fed next; the rows behind become padding."""
-        count = len(sequences)
-        self.tokens.zero_()
-        self.positions.fill_(-1)
-        self.slots.fill_(-1)
-        self.block_table.zero_()
-        if not count:
-            return
-        device = self.tokens.device
-        table = torch.zeros(count, self.block_table.shape[1], dtype=torch.int32)
-        for row, sequence in enumerate(sequences):
-            table[row, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        positions = torch.tensor([len(s.prompt) + len(s.generated) - 1 for s in sequences])
-        self.tokens[:count] = torch.tensor([s.generated[-1] for s in sequences]).to(device)
-        self.positions[:count] = positions.to(device)
-        self.slots[:count] = _slots(table, positions).to(device)
-        self.block_table[:count] = table.to(device)
-
-    def advance(self, tokens: Tensor) -> None:
-        """Feed `tokens` int64 [n] next, in rows 0..n-1."""
-        count = tokens.shape[0]
-        self.tokens[:count] = tokens
-        self.positions[:count] += 1
-        self.slots[:count] = _slots(self.block_table[:count], self.positions[:count])
-
-
-def _slots(block_table: Tensor, positions: Tensor) -> Tensor:
-    """Cache rows int64 [n] of one position of each sequence; past the table (a row that just ended) the page is clamped."""
-    column = (positions // PAGE).clamp(max=block_table.shape[1] - 1)
-    page = block_table.gather(1, column[:, None])[:, 0].to(torch.int64)
-    return page * PAGE + positions % PAGE
 
 
 class LLM:
@@ -195,11 +44,15 @@ class LLM:
         max_context: most positions of one sequence, prompt and output together. Default: what the model allows, at most 8192.
         cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: one full context.
         max_batch: most sequences decoded together.
-        prefill_chunk: most prompt tokens fed in one forward pass.
+        prefill_chunk: most prompt tokens fed between two decode steps, of all sequences together.
         speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
-            distribution, greedy text is the same up to rounding at ties.
+            distribution, greedy text is the same up to rounding at ties. The text of a seed depends on the drafts; a pause
+            (`scheduler.py`) drops them.
         kv: how the trunk's cache is stored: "bf16" (which stands for the model's dtype), "fp8", and for MLA "nvfp4" and
             "nvfp4-fp8rope" (`kv_format`). Packed rows take less memory and cost accuracy; the draft's cache is never packed.
+        prefix_caching: prompts take over cache pages whose tokens they begin with, also of texts that have ended.
+        graphs: whether the decode step runs as CUDA graphs (`graphs.py`). Default: on a GPU, unless experts are unquantized
+            (their row counts are read on the host). True requires it.
         tokenizer: default: the checkpoint's, where it has one. Without a tokenizer prompts are token ids and no text comes
             out.
 
@@ -207,6 +60,7 @@ class LLM:
         max_context: positions that one sequence can really use.
         vocab_size: ids that can be sampled; rows of the head behind the tokenizer's last id are padding.
         kv: the cache's format.
+        scheduling: counts of prefilled and reused tokens and of pauses since loading.
         speculation: counts of what speculation brought since loading, None without it.
 
     Raises:
@@ -227,6 +81,8 @@ class LLM:
         prefill_chunk: int = 512,
         speculate: int = 0,
         kv: str = "bf16",
+        graphs: bool | None = None,
+        prefix_caching: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         for name, value in (
@@ -270,9 +126,17 @@ class LLM:
         self.cache = model.new_cache(num_pages + 1, kv=kv)
         self.kv = kv
         self._allocator = PageAllocator(num_pages + 1)
-        self._rows = _Rows(max_batch, pages_for(self.max_context), model.device)
-        self._sampling = SamplingBatch.from_params([], [], model.device)
-        self._seen: Tensor | None = None
+        self._scheduler = Scheduler(
+            self._allocator,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            num_drafts=speculate,
+            prefix_caching=prefix_caching,
+        )
+        self._rows = DecodeRows(max_batch, pages_for(self.max_context), model.device)
+        self._sampling = SamplingBatch.buffers(max_batch, model.device)
+        self._seen: Tensor | None = None  # bool [max_batch, vocab], once a row has a repetition penalty
+        self._masks: Tensor | None = None  # int32 [max_batch * rows of each, words], once a row has a grammar
         self._grammars: GrammarCompiler | None = None
         self._speculator: Speculator | None = None
         if speculate:
@@ -284,7 +148,14 @@ class LLM:
                 max_context=self.max_context,
                 vocab_size=self.vocab_size,
             )
+        self._graphs: DecodeGraphs | None = None
+        if use_graphs(model, graphs):
+            self._graphs = DecodeGraphs(max_batch, model.device, buffers=self._step_buffers, clear=self._rows.clear)
         self._busy = False
+
+    @property
+    def scheduling(self) -> SchedulerStats:
+        return self._scheduler.stats
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -311,7 +182,7 @@ class LLM:
             RuntimeError: an earlier iterator of this LLM is neither exhausted nor closed.
             FloatingPointError: while iterating: logits hold NaN or have no finite maximum.
         """
-        listed = _as_list(prompts, chat)
+        listed = as_list(prompts, chat)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(listed)
         else:
@@ -325,26 +196,15 @@ class LLM:
     def describe(self) -> str:
         """One line: device, dtypes, the cache and the kernels in use."""
         packed = "" if self.kv == "bf16" else f", cache packed as {self.kv}"
-        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache"
+        graphs = "" if self._graphs is None else ", decode steps as CUDA graphs"
+        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache{graphs}"
 
     def _check_idle(self) -> None:
         if self._busy:
             raise RuntimeError("another generate() of this LLM is still running; exhaust or close its iterator first")
 
-    def _tokens_of(self, index: int, prompt: Prompt, chat: bool) -> list[int]:
-        if len(prompt) == 0:
-            raise ValueError(f"prompt {index}: empty")
-        if not chat and not isinstance(prompt, str):
-            return [_token_id(index, token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError(f"prompt {index}: text needs a tokenizer, and the model came without one; give token ids")
-        if not chat:
-            return self.tokenizer.encode(str(prompt))
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.tokenizer.encode_chat(messages)
-
-    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, chat: bool) -> _Sequence:
-        tokens = self._tokens_of(index, prompt, chat)
+    def _sequence(self, index: int, prompt: Prompt, params: SamplingParams, chat: bool) -> SequenceState:
+        tokens = tokens_of(index, prompt, chat, self.tokenizer)
         size = self.model.config.vocab_size
         for name, ids in ((f"prompt {index}", tokens), ("stop_token_ids", params.stop_token_ids)):
             outside = [token for token in ids if not 0 <= token < size]
@@ -360,9 +220,9 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the model came without one; use stop_token_ids")
         eos = () if params.ignore_eos else self.model.config.eos_token_ids
-        return _Sequence(
+        return SequenceState(
             index=index,
-            prompt=tokens,
+            tokens=tokens,
             params=params,
             seed=resolve_seed(params),
             limit=min(params.max_tokens, self.max_context - len(tokens) + 1),
@@ -379,89 +239,66 @@ class LLM:
             self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.model.config.eos_token_ids)
         return self._grammars.compile(params)
 
-    def _run(self, sequences: Sequence[_Sequence]) -> Iterator[Output]:
+    def _run(self, sequences: Sequence[SequenceState]) -> Iterator[Output]:
         self._check_idle()
         self._busy = True
-        waiting = deque(sequences)
-        prefilling: deque[_Sequence] = deque()
-        decoding: list[_Sequence] = []
+        scheduler = self._scheduler
         try:
-            while waiting or prefilling or decoding:
-                while (
-                    waiting
-                    and len(prefilling) + len(decoding) < self.max_batch
-                    and waiting[0].pages_needed <= self._allocator.available
-                ):
-                    sequence = waiting.popleft()
-                    sequence.pages = self._allocator.allocate(sequence.pages_needed)
-                    prefilling.append(sequence)
-                outputs: list[Output] = []
-                joined: list[_Sequence] = []
-                if decoding:
-                    outputs += self._decode(decoding)
-                if prefilling and (first := self._prefill(prefilling[0])) is not None:
-                    outputs.append(first)
-                    joined.append(prefilling.popleft())
-                ended = {output.index for output in outputs if output.finish_reason is not None}
-                if ended or joined:
-                    for sequence in decoding + joined:
-                        if sequence.index in ended:
-                            self._release(sequence)
-                    decoding = [sequence for sequence in decoding + joined if sequence.index not in ended]
-                    self._load(decoding)
+            scheduler.add(sequences)
+            while scheduler.busy:
+                outputs = self._decode(scheduler.decoding) if scheduler.decoding else []
+                chunks = scheduler.next_chunks()
+                if chunks:
+                    outputs += self._prefill(chunks)
+                added = scheduler.settle(chunks)
+                if scheduler.decoding == self._rows.sequences:
+                    self._rows.add_pages(added)
+                else:
+                    self._load(scheduler.decoding)
                 yield from outputs
         finally:
-            for sequence in (*prefilling, *decoding):
-                self._release(sequence)
+            scheduler.clear()
             self._busy = False
 
-    def _release(self, sequence: _Sequence) -> None:
-        self._allocator.free(sequence.pages)
-        sequence.pages, sequence.row = [], None
-
     @torch.inference_mode()
-    def _prefill(self, sequence: _Sequence) -> Output | None:
-        """Feed one chunk of the prompt; with its last chunk, choose the first token."""
-        start = sequence.prefilled
-        end = min(start + self.prefill_chunk, len(sequence.prompt))
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Output]:
+        """Feed chunks of prompts; where a prompt ends, choose its first token."""
         device = self.model.device
-        table = torch.zeros(1, self._rows.block_table.shape[1], dtype=torch.int32)
-        table[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
-        positions = torch.arange(start, end)
-        batch = Batch(
-            tokens=torch.tensor(sequence.prompt[start:end]).to(device),
-            positions=positions.to(device),
-            slots=_slots(table.expand(end - start, -1), positions).to(device),
-            block_table=table.to(device),
-            sequence=torch.zeros(end - start, dtype=torch.int32, device=device),
-            max_context=end,
-            prefill=True,
-        )
+        batch = prefill_batch(chunks, self._rows.block_table.shape[1], device)
         hidden = self.model(batch, self.cache)
-        sequence.prefilled = end
-        following = torch.tensor(sequence.prompt[start + 1 : end + 1], dtype=torch.int64).to(device)
-        if end < len(sequence.prompt):
-            if self._speculator is not None:
-                self._speculator.prefill(batch, hidden, following)
-            return None
-        logits = self.model.compute_logits(hidden[-1:])[:, : self.vocab_size]
-        parameters = SamplingBatch.from_params([sequence.params], [sequence.seed], device)
-        seen = self._seen_by([sequence]) if parameters.penalized else None
-        place = torch.full((1,), end, device=device)
-        sampled = sample(logits, parameters, place, seen=seen, allowed=self._allowed([sequence], 1))
+        ends = torch.tensor([chunk.end - chunk.start for chunk in chunks]).cumsum(0) - 1
+        last = ends[[chunk.samples for chunk in chunks]].to(device)
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = self._first_tokens(hidden[last], sequences) if sequences else None
         if self._speculator is not None:
-            self._speculator.prefill(batch, hidden, torch.cat([following, sampled.tokens.clamp(min=0)]))
-        return self._accept([sequence], sampled)[0]
+            # the token behind each one; behind a prompt's last the one just chosen
+            fed = [chunk.sequence.tokens[chunk.start + 1 : chunk.end + 1] + [0] * chunk.samples for chunk in chunks]
+            following = torch.cat([torch.tensor(tokens) for tokens in fed]).to(device)
+            if sampled is not None:
+                following[last] = sampled.tokens.clamp(min=0)
+            self._speculator.prefill(batch, hidden, following)
+        return [] if sampled is None else self._accept(sequences, pack(sampled))
+
+    def _first_tokens(self, hidden: Tensor, sequences: Sequence[SequenceState]) -> Sampled:
+        """The tokens behind prompts, from the states [n, hidden] at their ends."""
+        logits = self.model.compute_logits(hidden)[:, : self.vocab_size]
+        sampling = SamplingBatch.from_params([s.params for s in sequences], [s.seed for s in sequences], logits.device)
+        seen = self._seen_by(sequences) if sampling.penalized else None
+        positions = torch.tensor([sequence.prompt_length for sequence in sequences]).to(logits.device)
+        masks = self._masks_of(sequences, 1)
+        return sample(logits, sampling, positions, seen=seen, allowed=None if masks is None else masks.to(logits.device))
 
     @torch.inference_mode()
-    def _load(self, decoding: Sequence[_Sequence]) -> None:
+    def _load(self, decoding: Sequence[SequenceState]) -> None:
         """Rewrite the decode buffers after sequences joined or left."""
         self._rows.load(decoding)
         if not decoding:
             return
-        params, seeds = [s.params for s in decoding], [s.seed for s in decoding]
-        self._sampling = SamplingBatch.from_params(params, seeds, self.model.device)
-        self._seen = self._seen_by(decoding) if self._sampling.penalized else None
+        self._sampling.load([s.params for s in decoding], [s.seed for s in decoding])
+        if self._sampling.penalized:
+            if self._seen is None:
+                self._seen = torch.zeros(self.max_batch, self.vocab_size, dtype=torch.bool, device=self.model.device)
+            self._seen[: len(decoding)] = self._seen_by(decoding)
         if self._speculator is not None:
             kept = [sequence.row for sequence in decoding]
             self._speculator.load(kept, [sequence.cache_rows for sequence in decoding], self._sampling)
@@ -469,31 +306,52 @@ class LLM:
             sequence.row = row
 
     @torch.inference_mode()
-    def _decode(self, decoding: Sequence[_Sequence]) -> list[Output]:
-        if self._speculator is not None:
-            return self._speculate(decoding, self._speculator)
-        rows, count = self._rows, len(decoding)
-        positions = rows.positions[:count]
-        state = rows.tokens[:count], positions, rows.slots[:count], rows.block_table[:count]
+    def _decode(self, decoding: Sequence[SequenceState]) -> list[Output]:
+        """One step of all rows."""
+        each = 1 if self._speculator is None else self._speculator.num_drafts + 1
+        masks = self._masks_of(decoding, each)
+        if masks is not None:
+            if self._masks is None:
+                shape = (self.max_batch * each, masks.shape[1])
+                self._masks = torch.full(shape, -1, dtype=torch.int32, device=self.model.device)
+            self._masks[: len(masks)].copy_(masks)
+
+        def step(rows: int) -> Tensor:
+            return self._step(rows, each, masked=masks is not None)
+
+        if self._graphs is None:
+            packed = step(len(decoding))
+        else:
+            packed = self._graphs.run((self._sampling.kind, masks is not None), len(decoding), step)
+        return self._accept(decoding, packed, each)
+
+    def _step(self, count: int, each: int, *, masked: bool) -> Tensor:
+        """Feed rows 0..count-1 and choose their next tokens, all of it on the device; `each` rows a sequence, packed."""
+        rows, sampling, speculator = self._rows, self._sampling.head(count), self._speculator
+        tokens, positions, table = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
+        seen = self._seen[:count] if self._seen is not None and sampling.penalized else None
+        allowed = self._masks[: count * each] if self._masks is not None and masked else None
+        if speculator is not None:
+            verified, proposed = speculator.step(tokens, positions, table, self.cache, seen=seen, allowed=allowed)
+            drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
+            return pack(verified.sampled, drafts, proposed.repeat_interleave(each))
         # the context bound is the same in every step, so that nothing is compiled for a new value
-        logits = self.model.decode_step(*state, self.cache, self.max_context)
-        allowed = self._allowed(decoding, 1)
-        sampled = sample(logits[:, : self.vocab_size], self._sampling, positions + 1, seen=self._seen, allowed=allowed)
-        if self._seen is not None:
-            self._seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
+        logits = self.model.decode_step(tokens, positions, rows.slots[:count], table, self.cache, self.max_context)
+        sampled = sample(logits[:, : self.vocab_size], sampling, positions + 1, seen=seen, allowed=allowed)
+        if seen is not None:
+            seen.scatter_(1, sampled.tokens.clamp(min=0)[:, None], True)
         rows.advance(sampled.tokens)
-        return self._accept(decoding, sampled)
+        return pack(sampled)
 
-    def _speculate(self, decoding: Sequence[_Sequence], speculator: Speculator) -> list[Output]:
-        rows, count, each = self._rows, len(decoding), speculator.num_drafts + 1
-        state = rows.tokens[:count], rows.positions[:count], rows.block_table[:count]
-        allowed = self._allowed(decoding, each)
-        verified, proposed = speculator.step(*state, self.cache, seen=self._seen, allowed=allowed)
-        drafts = torch.nn.functional.pad(speculator.drafts[:count], (0, 1)).flatten()
-        return self._accept(decoding, verified.sampled, each, drafts, proposed.repeat_interleave(each))
+    def _step_buffers(self) -> list[Tensor]:
+        """What a step changes in place, besides the caches."""
+        state = self._rows.buffers + ([] if self._seen is None else [self._seen])
+        return state if self._speculator is None else [*state, *self._speculator.buffers]
 
-    def _allowed(self, sequences: Sequence[_Sequence], each: int) -> Tensor | None:
-        """The grammars' masks int32 [sequences * each, words] for the next step's rows; None where no sequence has one."""
+    def _masks_of(self, sequences: Sequence[SequenceState], each: int) -> Tensor | None:
+        """The grammars' masks int32 [sequences * each, words] for the next step's rows, on the host; None where no sequence
+        has a grammar.
+        """
         if self._grammars is None or all(sequence.grammar is None for sequence in sequences):
             return None
         masks = torch.full((len(sequences), each, self._grammars.words), -1, dtype=torch.int32)
@@ -501,35 +359,28 @@ class LLM:
             if sequence.grammar is not None:
                 found = sequence.grammar.mask(sequence.drafts)
                 rows[: len(found)] = found
-        return masks.flatten(0, 1).to(self.model.device)
+        return masks.flatten(0, 1)
 
-    def _seen_by(self, sequences: Sequence[_Sequence]) -> Tensor:
+    def _seen_by(self, sequences: Sequence[SequenceState]) -> Tensor:
         seen = torch.zeros(len(sequences), self.vocab_size, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
-            ids = torch.tensor(sequence.prompt + sequence.generated)
+            ids = torch.tensor(sequence.tokens)
             seen[row, ids[ids < self.vocab_size]] = True
         return seen.to(self.model.device)
 
-    def _accept(
-        self,
-        sequences: Sequence[_Sequence],
-        sampled: Sampled,
-        each: int = 1,
-        drafts: Tensor | None = None,
-        proposed: Tensor | None = None,
-    ) -> list[Output]:
+    def _accept(self, sequences: Sequence[SequenceState], packed: Tensor, each: int = 1) -> list[Output]:
         """The step's one copy to the host, and what each sequence makes of its tokens, `each` rows a sequence.
 
-        drafts, proposed: int64 [rows] of a speculative step: each sequence's next drafts, and how many it has verified.
+        packed: of `pack`, with two more columns in a speculative step: each sequence's next drafts, and how many it has
+        verified.
         """
-        extra = () if drafts is None or proposed is None else (drafts, proposed)
-        tokens, logprobs, columns = _to_host(sampled, *extra)
+        tokens, logprobs, columns = unpack(packed.cpu(), 1 if each == 1 else 3)
         starts = range(0, len(tokens), each)
         found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
         for sequence, rows in zip(sequences, found):
             for row in rows:
                 if tokens[row] < 0:
-                    position = len(sequence.prompt) + len(sequence.generated) + row - rows[0]
+                    position = len(sequence.tokens) + row - rows[0]
                     raise FloatingPointError(
                         f"prompt {sequence.index}, position {position}: the model's logits hold NaN, or no finite maximum"
                     )
@@ -559,41 +410,3 @@ def describe(model: Transformer) -> str:
     name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
-
-
-def _to_host(sampled: Sampled, *extra: Tensor) -> tuple[list[int], list[TokenLogprobs | None], list[list[int]]]:
-    """Tokens, log-probabilities and further integer columns on the host, in one copy: as 32-bit words of one tensor."""
-    columns = [each[:, None].to(torch.int32) for each in (sampled.tokens, *extra)]
-    whole = len(columns)
-    if sampled.logprobs is not None and sampled.top_ids is not None and sampled.top_logprobs is not None:
-        columns.append(sampled.logprobs[:, None].contiguous().view(torch.int32))
-        columns.append(sampled.top_ids.to(torch.int32))
-        columns.append(sampled.top_logprobs.contiguous().view(torch.int32))
-    packed = torch.cat(columns, dim=1).cpu()
-    tokens, *others = packed[:, :whole].T.tolist()
-    if len(columns) == whole:
-        return tokens, [None] * len(tokens), others
-    chosen = packed[:, whole].contiguous().view(torch.float32).tolist()
-    ids, values = packed[:, whole + 1 :].chunk(2, dim=1) if columns[-1].shape[1] else (packed[:, :0], packed[:, :0])
-    rows = zip(chosen, ids.tolist(), values.contiguous().view(torch.float32).tolist())
-    return tokens, [TokenLogprobs(p, tuple(zip(row, row_values))) for p, row, row_values in rows], others
-
-
-def _as_list(prompts: Any, chat: bool) -> list[Prompt]:
-    """One prompt or a list of prompts, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts) if isinstance(prompts, Iterable) else None
-    if listed is None:
-        raise ValueError(f"prompts: found {type(prompts).__name__}, required text, token ids, or a list of prompts")
-    if not listed:
-        raise ValueError("prompts: empty")
-    single = isinstance(listed[0], Mapping) if chat else not isinstance(listed[0], (str, Iterable))
-    return [listed] if single else listed
-
-
-def _token_id(index: int, token: Any) -> int:
-    try:
-        return int(token.__index__())
-    except (AttributeError, TypeError):
-        raise ValueError(f"prompt {index}: found {token!r}, required text or integer token ids") from None

@@ -180,6 +180,31 @@ class SamplingBatch:
             num_logprobs=max(requested) if requested else None,
         )
 
+    @classmethod
+    def buffers(cls, capacity: int, device: torch.device | str) -> SamplingBatch:
+        """Rows at constant addresses, to be filled by `load`."""
+        return cls.from_params([_NEUTRAL] * capacity, [0] * capacity, device)
+
+    def load(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+        """Write the first rows, and neutral parameters into those behind them."""
+        behind = self.seed.shape[0] - len(params)
+        filled = SamplingBatch.from_params([*params, *[_NEUTRAL] * behind], [*seeds, *[0] * behind], self.seed.device)
+        for name, value in vars(filled).items():
+            if isinstance(value, Tensor):
+                getattr(self, name).copy_(value)
+            else:
+                setattr(self, name, value)
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool, int | None]:
+        """What decides which operations `sample` runs."""
+        return self.random, self.filtered, self.penalized, self.num_logprobs
+
+    def head(self, rows: int) -> SamplingBatch:
+        """The first `rows` rows, as views."""
+        cut: dict[str, Any] = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **cut)
+
     def repeat(self, times: int) -> SamplingBatch:
         """Every row `times` times in a row, for as many positions of one sequence."""
         return replace(
@@ -191,6 +216,9 @@ class SamplingBatch:
             penalty=self.penalty.repeat_interleave(times),
             seed=self.seed.repeat_interleave(times),
         )
+
+
+_NEUTRAL = SamplingParams(temperature=0.0)  # of padding rows
 
 
 def resolve_seed(params: SamplingParams) -> int:

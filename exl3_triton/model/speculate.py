@@ -200,10 +200,15 @@ class Speculator:
         self.drafted = torch.zeros(max_batch, dtype=torch.int64, device=device)  # drafts that a row has: none, or N
         self.ends = torch.zeros(max_batch, dtype=torch.int64, device=device)  # cache rows that a sequence may fill
         self.probabilities: Tensor | None = None  # fp32 [max_batch, N, vocab], once a row is sampled
-        self._sampling = SamplingBatch.from_params([], [], device)
-        self._repeated = self._sampling
+        self._sampling = SamplingBatch.buffers(max_batch, device)
         self._place = torch.arange(num_drafts + 1, device=device)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What a step changes in place, besides the caches."""
+        state = [self.drafts, self.drafted, self.ends]
+        return state if self.probabilities is None else [*state, self.probabilities]
 
     def prefill(self, batch: Batch, hidden: Tensor, following: Tensor) -> None:
         """Fill the layer's cache for a prompt's tokens: the trunk's batch and states [T, hidden], the token after each [T]."""
@@ -214,10 +219,10 @@ class Speculator:
 
         kept: the row that each sequence had before, whose drafts it keeps, or None. ends: cache rows that each may fill;
         drafts that would lie behind are not verified, so that no more tokens come out than end + 1 - position.
-        sampling: the parameters of the rows.
+        sampling: the parameters of `max_batch` rows (`SamplingBatch.buffers`), read by every step.
         """
         device, count = self.drafts.device, len(kept)
-        self._sampling, self._repeated = sampling, sampling.repeat(self.num_drafts + 1)
+        self._sampling = sampling
         if sampling.random and self.probabilities is None:
             shape = (*self.drafts.shape, self.vocab_size)
             self.probabilities = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -251,7 +256,7 @@ class Speculator:
         Returns what was verified and how many drafts of each row were, int64 [B]; `drafts` then holds the next ones.
         """
         count, number = tokens.shape[0], self.num_drafts
-        drafts, ends = self.drafts[:count], self.ends[:count]
+        drafts, ends, sampling = self.drafts[:count], self.ends[:count], self._sampling.head(count)
         place = self._place
         usable = (
             (positions >= 0)[:, None] & (positions[:, None] + place < ends[:, None]) & (place <= self.drafted[:count, None])
@@ -259,8 +264,9 @@ class Speculator:
         fed = torch.cat([tokens[:, None], drafts], dim=1)
         hidden = self.model(self._batch(fed, positions[:, None] + place, usable, block_table), cache)
         logits = self.model.compute_logits(hidden)[:, : self.vocab_size]
-        q = self.probabilities[:count] if self._sampling.random and self.probabilities is not None else None
-        verified = verify(logits, drafts, q, usable, self._repeated, positions, seen=seen, allowed=allowed)
+        q = self.probabilities[:count] if sampling.random and self.probabilities is not None else None
+        repeated = sampling.repeat(number + 1)
+        verified = verify(logits, drafts, q, usable, repeated, positions, seen=seen, allowed=allowed)
         proposed = usable[:, 1:].sum(dim=1)
 
         accepted = verified.accepted
@@ -281,7 +287,8 @@ class Speculator:
 
     def _draft(self, state: Tensor, positions: Tensor, active: Tensor, block_table: Tensor, seen: Tensor | None) -> None:
         """N drafts behind the tokens at `positions`; `state` [B, hidden] is the layer's output for those tokens."""
-        count, number, batch = positions.shape[0], self.num_drafts, self._sampling
+        count, number = positions.shape[0], self.num_drafts
+        batch = self._sampling.head(count)
         for index in range(number):
             scores, finite = adjust(self.model.compute_logits(state)[:, : self.vocab_size], batch, seen=seen)
             # whatever is drafted the outcome is right, as long as q is what it was drawn from

@@ -162,6 +162,15 @@ class Transformer(nn.Module):
         return self.compute_logits(self(batch, self.new_cache(pages + 1)))
 
 
+def choose_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
+    """The activations' dtype: as asked, else fp32 on a CPU and fp16 on a GPU. Raises ValueError for other dtypes."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.float16
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype: found {dtype}, required torch.float32, torch.float16 or torch.bfloat16")
+    return dtype
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -184,10 +193,7 @@ def load(
     FormatError (a ValueError) naming the tensor or key, what was found and what is required.
     """
     device = torch.device(device)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.float16
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype: found {dtype}, required torch.float32, torch.float16 or torch.bfloat16")
+    dtype = choose_dtype(device, dtype)
     checkpoint = Checkpoint.open(path)
     config = ModelConfig.from_dir(path, overrides)
     limit = config.max_position_embeddings

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import block, check_batch, check_float, check_index, check_latents, stored_format, unit_last, unit_rows
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .packed import latent_columns, rope_columns
 from .prefill import LOG2E, mla_prefill
 from .tuning import Device, device_of
@@ -137,12 +137,13 @@ def _mla_decode_kernel(
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, AHEAD: tl.constexpr,
-    WIDE: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
+    WIDE: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of heads, range of keys). S: selected positions a token, 0 for all; MOST = 1: writes the result
     itself. PARTS = 2: it sums half of the columns. TRANSPOSED: scores are [keys, heads], the accumulator [columns, heads].
     KV: format of the rows, WIDTH: their length.
     """
+    wait_previous(OVERLAP)
     HEADS: tl.constexpr = 1 if TRANSPOSED else 0  # dimension of the scores and, as it happens, of the accumulator
     KEYS: tl.constexpr = 1 - HEADS
     local = tl.program_id(0).to(tl.int64)  # row of the partial results
@@ -222,6 +223,7 @@ def _mla_decode_kernel(
             valid = next_valid
             if AHEAD:
                 kr = next_kr
+        start_next(OVERLAP)
         if TRANSPOSED:
             acc = tl.trans(acc)
         if MOST == 1:
@@ -245,9 +247,11 @@ def _mla_decode_kernel(
 def _combine_kernel(
     part_acc, part_max, part_sum, positions, out, lse, first_row, splits,
     H: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
-    MOST_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MOST_PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One (token, head, block of columns): the ranges' partial results, weighted and added, ROWS of them at a time."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     target = row + first_row
@@ -324,12 +328,13 @@ def _launch_mla_decode(
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
                 PARTS=tile.parts, TRANSPOSED=tile.transposed, AHEAD=tile.ahead, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
                 NATIVE=device_of(device).family == "sm_90", **widths,
-                num_warps=tile.warps, num_stages=tile.stages,
+                num_warps=tile.warps, num_stages=tile.stages, **overlap(device, tokens),
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(latent, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
                     MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, **widths, num_warps=4,
+                    **overlap(device, tokens),
                 )  # fmt: skip
     return out, lse
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import FLOATS, PAGE, block, check_batch, check_float, check_index, check_table, unit_last, unit_rows
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .attention import _COMBINE_COLUMNS, _COMBINE_ROWS, DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
 from .packed import E4M3_MAX, TINY, e4m3_decode, e4m3_encode, head_plane
 from .prefill import LOG2E, _bounds_kernel
@@ -59,9 +59,11 @@ def _gqa_kv_write_kernel(
     k, v, weight, positions, slots, table, k_cache, v_cache, length, slots_end, k_token, k_head, v_token, v_head, eps,
     HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of key-value heads)."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_end):
@@ -138,8 +140,10 @@ def _gqa_decode_kernel(
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One (token, block of the query heads of a key-value head, range of keys). MOST = 1: writes the result itself."""
+    wait_previous(OVERLAP)
     GROUP: tl.constexpr = H // KV
     BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     local = tl.program_id(0).to(tl.int64)  # row of the partial results
@@ -187,6 +191,7 @@ def _gqa_decode_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             running = peak
             page = next_page
+        start_next(OVERLAP)
         if MOST == 1:
             where = token * H + head
             empty = total == 0.0
@@ -319,6 +324,7 @@ def _launch_gqa_kv_write(
             HEADS=heads, D=width, V=value, HALF=half, NORM=weight is not None, FP8=k_cache.dtype == torch.uint8,
             INTERLEAVED=interleaved,
             BLOCK_HEADS=block_heads, BLOCK_D=block_d, BLOCK_V=block(value, 1), BLOCK_PAIRS=block(half, 1), num_warps=4,
+            **overlap(k.device, tokens),
         )  # fmt: skip
 
 
@@ -447,12 +453,14 @@ def _launch_gqa_decode(
                 H=heads, KV=kv_heads, D=width, V=value, BLOCK_G=tile.rows, BLOCK_D=block(width), BLOCK_V=block(value),
                 BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most, WIDE=wide, FP8=fp8,
                 NATIVE=device_of(q.device).family == "sm_90", num_warps=tile.warps, num_stages=tile.stages,
+                **overlap(q.device, tokens),
             )  # fmt: skip
             if plan.most > 1:
                 _combine_kernel[(n * heads, triton.cdiv(value, _COMBINE_COLUMNS))](
                     part_acc, part_max, part_sum, positions, out, lse, t * heads, plan.grid,
                     H=heads, C=value, S=0, BLOCK_N=tile.keys, LEAST=plan.least, MOST=plan.most,
                     MOST_PAD=block(plan.most, 2), ROWS=_COMBINE_ROWS, COLUMNS=_COMBINE_COLUMNS, num_warps=4,
+                    **overlap(q.device, tokens),
                 )  # fmt: skip
     return out, lse
 

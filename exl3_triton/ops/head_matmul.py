@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import block, check_float, unit_rows
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
 DECODE_ROWS = 64  # up to here the tiles of decoding (weights read once), above it those of prefill
 
@@ -26,7 +26,7 @@ def head_tile(tokens: int, dtype: torch.dtype) -> HeadTile:
     if dtype == torch.float32:
         return HeadTile(16, 32, 32, 4, 1)
     if tokens <= DECODE_ROWS:
-        return HeadTile(16 if tokens <= 16 else 32, 64, 64, 4, 3)
+        return HeadTile(16 if tokens <= 16 else 32, 64, 128, 4, 3)
     return HeadTile(128, 64, 64, 4, 3)
 
 
@@ -34,8 +34,10 @@ def head_tile(tokens: int, dtype: torch.dtype) -> HeadTile:
 def _head_matmul_kernel(
     x, w, out, tokens, x_token, x_head, w_head, w_row, w_column,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -69,7 +71,7 @@ def _launch_head_matmul(x: Tensor, w: Tensor, tile: HeadTile | None = None) -> T
         _head_matmul_kernel[(triton.cdiv(tokens, tile.rows), heads, triton.cdiv(columns, block_b))](
             x, w, out, tokens, x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2),
             H=heads, A=inner, B=columns, BLOCK_T=tile.rows, BLOCK_A=min(tile.inner, block(inner)), BLOCK_B=block_b, WIDE=wide,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **overlap(x.device, tokens),
         )  # fmt: skip
     return out
 

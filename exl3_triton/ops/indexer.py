@@ -2,7 +2,8 @@
 
 Selection is by radix: programs over segments of a row count the digits of its scores, eight bits a launch from the top, into a
 histogram of the row (integer additions: their order does not matter), until the k-th largest score is known. One more launch
-writes the survivors in ascending order of position; ties at the k-th go to the lowest ones.
+writes the survivors in ascending order of position; ties at the k-th go to the lowest ones. A row of one segment takes one
+launch: its program keeps the scores.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .packed import e4m3_decode, head_plane
 from .tuning import device_of
 
@@ -42,11 +43,12 @@ def _score_kernel(
     q, weights, cache, block_table, sequence, positions, scores,
     first_token, q_token, q_head, weight_token, table_stride, width,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
     position.
     """
+    wait_previous(OVERLAP)
     local = tl.program_id(0).to(tl.int64)
     token = local + first_token
     start = tl.program_id(1) * SPAN
@@ -82,6 +84,7 @@ def _score_kernel(
             if FP8:  # a key's scale is positive: it passes the rectifier
                 score *= tl.load(scales, mask=first + n < end, other=0.0)
             tl.store(scores + local * width + first + n, score, mask=first + n < end)
+    start_next(OVERLAP)
 
 
 @triton.jit
@@ -115,11 +118,63 @@ def _threshold(counts, k, DIGITS: tl.constexpr):
     return prefix, k
 
 
+@triton.jit
+def _write_best(out, key, start, threshold, ties, above, equal, BLOCK: tl.constexpr):
+    """Positions start.. of the keys above `threshold`, and of the first `ties` equal to it, to their places in `out`: behind
+    `above` larger and `equal` equal ones of the segments before.
+    """
+    i = tl.arange(0, BLOCK)
+    larger = key > threshold
+    same = (key == threshold) & (key > 0)
+    one = tl.where(larger, 65536, same.to(tl.int32))  # two counts in one: BLOCK is less than 2^15
+    before = tl.cumsum(one, axis=0) - one
+    tied = equal + before % 65536
+    tl.store(out + above + before // 65536 + tl.minimum(tied, ties), start + i, mask=larger | (same & (tied < ties)))
+
+
+@triton.jit
+def _write_nothing(out, position, width, k, BLOCK: tl.constexpr):
+    """-1 behind the positions of a row."""
+    i = tl.arange(0, BLOCK)
+    taken = tl.minimum(tl.minimum(position + 1, width), k).to(tl.int32)
+    for first in range(tl.maximum(taken, 0) // BLOCK * BLOCK, k, BLOCK):
+        tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
+
+
+@triton.jit(do_not_specialize=["first_token", "width", "k"], do_not_specialize_on_alignment=["positions"])
+def _select_row_kernel(scores, positions, out, first_token, width, k, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """The k best of a row of at most BLOCK scores, ascending, then -1."""
+    row = tl.program_id(0).to(tl.int64)
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
+    position = tl.load(positions + first_token + row)
+    out += row * k
+    key = _sortable(scores + row * width, tl.arange(0, BLOCK), width, position)
+    # two bits of the k-th largest key at a time, by counting: the bins of a histogram would be fought for
+    threshold = tl.zeros((), tl.uint32)
+    for digit in tl.static_range(16):
+        step: tl.constexpr = 1 << (30 - 2 * digit)
+        reached = (key >= threshold + step).to(tl.int64)
+        reached += (key >= threshold + 2 * step).to(tl.int64) << 20
+        reached += (key >= threshold + 3 * step).to(tl.int64) << 40
+        count = tl.sum(reached, axis=0)
+        at_least = ((count & 0xFFFFF) >= k).to(tl.uint32) + (((count >> 20) & 0xFFFFF) >= k).to(tl.uint32)
+        threshold += (at_least + ((count >> 40) >= k).to(tl.uint32)) * step
+    ties = k - tl.sum((key > threshold).to(tl.int32), axis=0)
+    _write_best(out, key, 0, threshold, ties, 0, 0, BLOCK)
+    _write_nothing(out, position, width, k, BLOCK)
+
+
 @triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
-def _count_kernel(scores, positions, counts, parts, first_token, width, k, segments, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+def _count_kernel(
+    scores, positions, counts, parts, first_token, width, k, segments,
+    DIGIT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Adds one segment of a row [width] to counts [row, DIGIT]; the last digit's also to parts [row, segment, 257], with the
     number of keys that are larger whatever that digit is.
     """
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     position = tl.load(positions + first_token + row)
@@ -141,9 +196,12 @@ def _count_kernel(scores, positions, counts, parts, first_token, width, k, segme
 
 @triton.jit(do_not_specialize=["first_token", "width", "k", "segments"], do_not_specialize_on_alignment=["positions"])
 def _write_kernel(
-    scores, positions, counts, parts, out, first_token, width, k, segments, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):
+    scores, positions, counts, parts, out, first_token, width, k, segments,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """The k best of a row, ascending, then -1: those of one segment, behind those of the segments before it."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     start = segment * BLOCK
@@ -164,32 +222,41 @@ def _write_kernel(
             above += tl.sum(tl.load(parts + s * 257 + 256, mask=s < segment, other=0), axis=0)
             equal += tl.sum(tl.sum(tl.where(v[None, :] == last, count, 0), axis=1), axis=0)
         key = _sortable(scores + row * width, start + i, width, position)
-        larger = key > threshold
-        same = (key == threshold) & (key > 0)
-        one = tl.where(larger, 65536, same.to(tl.int32))  # two counts in one: BLOCK is less than 2^15
-        before = tl.cumsum(one, axis=0) - one
-        tied = equal + before % 65536
-        take = larger | (same & (tied < ties))
-        tl.store(out + above + before // 65536 + tl.minimum(tied, ties), start + i, mask=take)
+        _write_best(out, key, start, threshold, ties, above, equal, BLOCK)
     if segment == 0:
-        taken = tl.minimum(tl.minimum(position + 1, width), k).to(tl.int32)
-        for first in range(tl.maximum(taken, 0) // BLOCK * BLOCK, k, BLOCK):
-            tl.store(out + first + i, tl.full((BLOCK,), -1, tl.int32), mask=(first + i >= taken) & (first + i < k))
+        _write_nothing(out, position, width, k, BLOCK)
 
 
 def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
     """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`."""
     rows, width = scores.shape
     segments = triton.cdiv(width, _SEGMENT)
+    if segments == 1:
+        _select_row_kernel[(rows,)](
+            scores, positions, out[first_token:], first_token, width, topk, BLOCK=_SEGMENT, num_warps=8,
+            **overlap(scores.device, rows),
+        )  # fmt: skip
+        return
     counts = torch.zeros(rows, 4, 256, dtype=torch.int32, device=scores.device)
     parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
     for digit in range(4):
         _count_kernel[(rows, segments)](
-            scores, positions, counts, parts, first_token, width, topk, segments, DIGIT=digit, BLOCK=_SEGMENT, num_warps=8
+            scores,
+            positions,
+            counts,
+            parts,
+            first_token,
+            width,
+            topk,
+            segments,
+            DIGIT=digit,
+            BLOCK=_SEGMENT,
+            num_warps=8,
+            **overlap(scores.device, rows),
         )
     _write_kernel[(rows, segments)](
         scores, positions, counts, parts, out[first_token:], first_token, width, topk, segments,
-        BLOCK=_SEGMENT, PARTS=16, num_warps=8,
+        BLOCK=_SEGMENT, PARTS=16, num_warps=8, **overlap(scores.device, rows),
     )  # fmt: skip
 
 
@@ -215,7 +282,7 @@ def _launch_scores(
         first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
         H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide, FP8=fp8,
         NATIVE=device_of(q.device).family == "sm_90",
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device, rows),
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import reference
 from ..kv_format import GROUP_FP8, GROUP_NVFP4, PAGE
 from ._args import as_rows, block, check_float, check_index, check_index_keys, check_latents, check_table, stored_format
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 from .packed import E4M3_MAX, TINY, e2m1_encode, e4m3_decode, e4m3_encode, head_plane
 from .rope import rope_factors, rope_pair
 
@@ -18,7 +18,10 @@ from .rope import rope_factors, rope_pair
 def _mla_kv_write_kernel(
     kv, weight, positions, slots, table, cache, length, slots_end, kv_stride, eps,
     C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_end):
@@ -42,9 +45,11 @@ def _mla_kv_write_kernel(
 def _mla_packed_write_kernel(
     kv, weight, positions, slots, table, cache, length, slots_end, kv_stride, eps, latent_scale,
     C: tl.constexpr, HALF: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A token's row in a packed format, layouts as in `kv_format`. GROUP: values that share a scale; OWN: no layer's scale."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_end):
@@ -131,6 +136,7 @@ def _launch_mla_kv_write(
                 table.shape[0], cache.shape[0] * PAGE, kv.stride(0), eps, 1.0 if latent_scale is None else latent_scale,
                 C=latent, HALF=half, KV=packed, WIDTH=cache.shape[2], OWN=own, INTERLEAVED=interleaved,
                 GROUP=group, GROUPS=block(-(-latent // group), 1), BLOCK_PAIRS=block(half, 1), num_warps=4,
+                **overlap(kv.device, kv.shape[0]),
             )  # fmt: skip
         return
     with device_guard(kv):
@@ -138,6 +144,7 @@ def _launch_mla_kv_write(
             kv, weight, positions.contiguous(), slots.contiguous(), launchable(table), cache,
             table.shape[0], cache.shape[0] * cache.shape[1], kv.stride(0), eps,
             C=latent, HALF=half, INTERLEAVED=interleaved, BLOCK_C=block(latent), BLOCK_PAIRS=block(half, 1), num_warps=4,
+            **overlap(kv.device, kv.shape[0]),
         )  # fmt: skip
 
 
@@ -205,8 +212,10 @@ def mla_kv_write(
 def _index_k_write_kernel(
     k, weight, bias, positions, slots, table, cache, length, slots_end, k_stride, eps,
     D: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if (slot >= 0) & (slot < slots_end):
@@ -264,7 +273,7 @@ def _launch_index_k_write(
             k, weight, bias, positions.contiguous(), slots.contiguous(), launchable(table), cache,
             table.shape[0], cache.shape[0] * cache.shape[1], k.stride(0), eps,
             D=width, HALF=half, FP8=cache.dtype == torch.uint8, INTERLEAVED=interleaved,
-            BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1,
+            BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1, **overlap(k.device, k.shape[0]),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ the regime (`Regime`), which the plan fixes. All scratch is one caller-owned are
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import reference
 from ..format import ExpertProjection, ExpertWeights
 from ._args import check_float
-from ._dispatch import call, device_guard, launchable, use_triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
 from ._triton import triton
 from .layout import K_ORDER4, layout_variant, layout_variant_for
 from .moe_kernels import activation_kernel, combine_kernel, expert_gemm_kernel, prologue_kernel
@@ -138,6 +138,7 @@ class Tile(NamedTuple):
     warps: int
     registers: int | None = None  # most a thread may use; what is left decides how many programs share a multiprocessor
     small: int = 0  # blocks of at most this many rows take a narrower matrix instruction; 0: there is one size
+    prefetch: bool = False  # whether the next step's words and activations are loaded before the present one is decoded
 
 
 def tile_for(block_m: int, family: str) -> Tile:
@@ -146,7 +147,7 @@ def tile_for(block_m: int, family: str) -> Tile:
         return Tile(128, 4) if block_m <= 32 else Tile(64, 8)
     # fewest registers without spills in the loop: 8 rows take 80 without a limit, and spill with one
     if block_m == 8:
-        return Tile(128, 4)
+        return Tile(64, 4, prefetch=True)
     if block_m in (16, 48):
         return Tile(128, 4, 80)
     return Tile(64, 8, 80) if block_m <= 64 else Tile(64, 8, 128, 64)
@@ -171,10 +172,12 @@ class _Call(NamedTuple):
     scratch: Scratch
     routes: int
     variant: int
+    overlap: dict[str, Any]  # `_dispatch.overlap`
 
     def gemm(
         self, xh: Tensor, sides: list[list[Tensor]], formats: tuple[int, ...], out: Tensor, *,
         k: int, n: int, first: int = 0, out_count: int = 1, x_div: int = 1, split: int = 1, half: int = 0,
+        packed_before: bool = False,
     ) -> None:  # fmt: skip
         """One grouped GEMM; `sides` are the projections (one, or gate and up) that share the rows `xh`."""
         dims, regime, s = self.dims, self.regime, self.scratch
@@ -187,7 +190,8 @@ class _Call(NamedTuple):
             s.half_exponent, self.routes, first, K_DIM=k, N_DIM=n, FORMATS=formats, COUNT=len(sides),
             OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, SMALL_M=tile.small,
             MAIN_M=main, TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=tile.block_k, VARIANT=self.variant,
-            num_warps=tile.warps, num_stages=1, **({"maxnreg": tile.registers} if tile.registers else {}),
+            PREFETCH=tile.prefetch, PACKED_BEFORE=packed_before, num_warps=tile.warps, num_stages=1, **self.overlap,
+            **({"maxnreg": tile.registers} if tile.registers else {}),
         )  # fmt: skip
 
 
@@ -201,7 +205,7 @@ def _launch_moe(
     routes = tokens * dims.top_k
     mapped = 0 if expert_map is None else expert_map.numel()
     where = ids if expert_map is None else expert_map  # a pointer that nobody reads where there is no map
-    run = _Call(dims, regime, s, routes, _variant(x.device, regime.block_m))
+    run = _Call(dims, regime, s, routes, _variant(x.device, regime.block_m), overlap(x.device, tokens))
     per_route = not (_shared(gate[2]) and _shared(up[2]))
     rows, x_div = (routes, 1) if per_route else (tokens, dims.top_k)
     chunk = min(16, triton.next_power_of_2(dims.hidden // 128))  # rotation blocks at a time
@@ -214,11 +218,17 @@ def _launch_moe(
             s.num_blocks, PACK=pack, E_PAD=experts_padded(dims.num_experts), BLOCK_M=regime.block_m, CHUNK=id_chunk(routes),
             WIDTH=width, PADDED=dims.hidden, BLOCKS=chunk, PARTS=parts, E=dims.num_experts, MAPPED=mapped, TOP_K=dims.top_k,
             PER_ROUTE=per_route, FIRST=first, COUNT=count, GATE_SHARED=_shared(gate[2]), UP_SHARED=_shared(up[2]),
-            VARIANT=run.variant, num_warps=4,
+            VARIANT=run.variant, num_warps=4, **run.overlap,
         )  # fmt: skip
 
     with device_guard(x):
-        wide = {"k": dims.hidden, "n": dims.intermediate, "out_count": 2, "x_div": x_div, "split": regime.split}
+        wide: dict[str, Any] = {
+            "k": dims.hidden,
+            "n": dims.intermediate,
+            "out_count": 2,
+            "x_div": x_div,
+            "split": regime.split,
+        }
         if regime.sequential:
             for first, side in enumerate((gate, up)):
                 rotate(first, 1)
@@ -231,15 +241,15 @@ def _launch_moe(
             INNER=intermediate, MAPPED=mapped, I_PAD=dims.intermediate,
             BLOCKS=triton.next_power_of_2(dims.intermediate // 128), E=dims.num_experts, SPLIT=regime.split, X_DIV=x_div,
             GATE_SHARED=_shared(gate[3]), UP_SHARED=_shared(up[3]), DOWN_SHARED=_shared(down[2]), LIMITED=limit is not None,
-            VARIANT=run.variant, num_warps=4,
+            VARIANT=run.variant, num_warps=4, **run.overlap,
         )  # fmt: skip
-        last = {"k": dims.intermediate, "n": dims.hidden, "split": regime.down_split, "half": regime.half}
-        run.gemm(s.act, [down], formats[2], s.down, **last)
+        last: dict[str, Any] = {"k": dims.intermediate, "n": dims.hidden, "split": regime.down_split, "half": regime.half}
+        run.gemm(s.act, [down], formats[2], s.down, packed_before=True, **last)
         blocks, warps = (8, 4) if regime.half else (2, 1)
         combine_kernel[(tokens, triton.cdiv(dims.hidden // 128, blocks))](
             s.down, s.half_exponent, s.act_exponent, down[3], ids, where, weights, out, H=width, H_PAD=dims.hidden,
             BLOCKS=blocks, E=dims.num_experts, MAPPED=mapped, TOP_K=dims.top_k, SPLIT=regime.down_split,
-            SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps,
+            SHARED=_shared(down[3]), HALF=bool(regime.half), num_warps=warps, **run.overlap,
         )  # fmt: skip
 
 
@@ -344,7 +354,7 @@ def run_moe(
     kind = (x.device, x.dtype, ids.dtype, out.dtype, x.shape[1], intermediate, formats, dims, limit is None, mapped, shared)
     for start, end, regime in slices:
         assert regime is not None
-        key = (*kind, *regime[1:], id_chunk((end - start) * dims.top_k))
+        key = (*kind, *regime[1:], id_chunk((end - start) * dims.top_k), overlap(x.device, end - start)["OVERLAP"])
         if key not in _launched:
             _refuse_cold_capture(x)
             _launched.add(key)

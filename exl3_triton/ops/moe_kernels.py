@@ -4,11 +4,11 @@ Rows are addressed by route (token * top_k + slot) throughout: the packed order 
 intermediate sits where its route says and the final sum over a token's slots runs in slot order.
 """
 
-from ._triton import tl, triton
+from ._triton import start_next, tl, triton, wait_previous
 from .hadamard import exponent_of, power_of_two, rotate_rows, rotate_scaled, row_shift, scale_by_power
 from .layout import k_position
 from .routes import pack_expert, valid_expert
-from .trellis import decode_tiles, tile_address
+from .trellis import decode_tiles, decode_words, load_tiles, tile_address
 
 
 @triton.jit
@@ -70,10 +70,12 @@ def prologue_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr,
     MAPPED: tl.constexpr, TOP_K: tl.constexpr, PER_ROUTE: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
     GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr,
-    VARIANT: tl.constexpr,
+    VARIANT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Input rotations, and (PACK) the route packing in the first E programs: independent of each other, so one launch."""
     pid = tl.program_id(0)
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     if PACK and pid < E:
         pack_expert(
             pid, ids, expert_map, routes, packed, block_expert, block_rows, num_blocks, E, MAPPED, E_PAD, BLOCK_M, CHUNK
@@ -90,6 +92,7 @@ def _multiply(
     acc, tail, x_rows, x_tail, words, k_tile, n_tile, steps,
     FORMAT: tl.constexpr, TILES_N: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr, VARIANT: tl.constexpr,
+    PREFETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """acc += W^T x^T over `steps` blocks of k from tile (k_tile, n_tile) on; a decoded tile serves all rows of the block."""
     TWICE_BITS: tl.constexpr = FORMAT // 4
@@ -97,13 +100,29 @@ def _multiply(
     ROW_WORDS: tl.constexpr = TILES_N * 4 * TWICE_BITS
     tile_words = tile_address(words, k_tile, n_tile, TILES_N, TWICE_BITS)
     k = tl.arange(0, BLOCK_K)
-    for step in range(steps):
-        at = (step * BLOCK_K + k)[:, None]
-        w = decode_tiles(tile_words, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
-        acc = tl.dot(w, tl.load(x_rows[None, :] + at), acc)
-        if TAIL_M > 0:
-            tail = tl.dot(w, tl.load(x_tail[None, :] + at), tail)
-        tile_words += BLOCK_K // 16 * ROW_WORDS
+    if PREFETCH:
+        raw = load_tiles(tile_words, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+        wait_previous(OVERLAP)
+        x = tl.load(x_rows[None, :] + k[:, None])
+        for step in range(1, steps):
+            tile_words += BLOCK_K // 16 * ROW_WORDS
+            raw_next = load_tiles(tile_words, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            x_next = tl.load(x_rows[None, :] + (step * BLOCK_K + k)[:, None])
+            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            acc = tl.dot(w, x, acc)
+            raw = raw_next
+            x = x_next
+        w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+        acc = tl.dot(w, x, acc)
+    else:
+        wait_previous(OVERLAP)
+        for step in range(steps):
+            at = (step * BLOCK_K + k)[:, None]
+            w = decode_tiles(tile_words, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
+            acc = tl.dot(w, tl.load(x_rows[None, :] + at), acc)
+            if TAIL_M > 0:
+                tail = tl.dot(w, tl.load(x_tail[None, :] + at), tail)
+            tile_words += BLOCK_K // 16 * ROW_WORDS
     return acc, tail
 
 
@@ -134,7 +153,8 @@ def _block(
     xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
     K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, COUNT: tl.constexpr, OUT_COUNT: tl.constexpr,
     X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, MAIN_M: tl.constexpr, TAIL_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VARIANT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VARIANT: tl.constexpr, PREFETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block of up to MAIN_M + TAIL_M rows of one expert, BLOCK_N of its outputs, one part of k."""
     TILES: tl.constexpr = N_DIM // BLOCK_N
@@ -162,8 +182,9 @@ def _block(
             acc, tail = _multiply(
                 acc, tail, x_rows, x_tail, words + offset, start // 16, tile * (BLOCK_N // 16),
                 STEPS if K_DIM % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K_DIM // BLOCK_K - split * STEPS),
-                FORMATS[i], N_DIM // 16, BLOCK_N, BLOCK_K, TAIL_M, VARIANT,
+                FORMATS[i], N_DIM // 16, BLOCK_N, BLOCK_K, TAIL_M, VARIANT, PREFETCH, OVERLAP,
             )  # fmt: skip
+    start_next(OVERLAP)
     ROW: tl.constexpr = OUT_COUNT * N_DIM
     route, live = _block_routes(packed, block_rows, lanes)  # again, so that no register holds them through the loop
     _store_result(acc, out, half_exponent, route, live, row_offset, n, tile, ROW, TILES, HALF)
@@ -178,18 +199,21 @@ def expert_gemm_kernel(
     first, K_DIM: tl.constexpr, N_DIM: tl.constexpr, FORMATS: tl.constexpr, COUNT: tl.constexpr,
     OUT_COUNT: tl.constexpr, X_DIV: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr,
     SMALL_M: tl.constexpr, MAIN_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    VARIANT: tl.constexpr,
+    VARIANT: tl.constexpr, PREFETCH: tl.constexpr, PACKED_BEFORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grouped GEMM over packed routes in the rotated basis. Grid: (COUNT * N_DIM / BLOCK_N * SPLIT, blocks).
 
     xh fp16 [rows, COUNT, K_DIM], row = route // X_DIV; out [SPLIT, routes, OUT_COUNT, N_DIM] (fp32, or HALF). COUNT
     projections of one input (gate and up) share the launch; the first is number `first` of OUT_COUNT. FORMATS: the
     (4 * 2K + codebook) present, one branch each.
-    A block of at most SMALL_M rows (0: none) runs as one of SMALL_M.
+    A block of at most SMALL_M rows (0: none) runs as one of SMALL_M. PACKED_BEFORE: the packing is older than the kernel
+    before this one, so it can be read while that one still runs (OVERLAP).
     """
     TILES: tl.constexpr = N_DIM // BLOCK_N
     block = tl.program_id(1)
+    wait_previous(OVERLAP and not PACKED_BEFORE)
     if block >= tl.load(num_blocks):
+        wait_previous(OVERLAP)  # no program may end before the kernel before this one: those behind it rely on that
         return
     pid = tl.program_id(0)
     tile = pid % TILES
@@ -210,27 +234,28 @@ def expert_gemm_kernel(
     if SMALL_M > 0 and tl.load(block_rows) <= SMALL_M:
         _block(
             xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
-            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, SMALL_M, 0, BLOCK_N, BLOCK_K, VARIANT,
+            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, SMALL_M, 0, BLOCK_N, BLOCK_K, VARIANT, PREFETCH,
+            OVERLAP,
         )  # fmt: skip
     else:
         _block(
             xh, words, table, packed, block_rows, out, half_exponent, side, split, tile, n, row_offset,
-            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, MAIN_M, TAIL_M, BLOCK_N, BLOCK_K, VARIANT,
+            K_DIM, N_DIM, FORMATS, COUNT, OUT_COUNT, X_DIV, SPLIT, HALF, MAIN_M, TAIL_M, BLOCK_N, BLOCK_K, VARIANT, PREFETCH,
+            OVERLAP,
         )  # fmt: skip
 
 
 @triton.jit
 def _unrotate(
-    raw, exponent, svh, route, routes, projection, columns, mask,
+    raw, exponent, scale, route, routes, projection, columns, mask,
     I_PAD: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Output side of gate or up for one route: the split sums in ascending order, rotation, scale, svh."""
+    """Output side of gate or up for one route: the split sums in ascending order, rotation, scale, svh (`scale`)."""
     v = tl.zeros((BLOCKS, 128), tl.float32)
     for split in tl.static_range(SPLIT):
         at = ((split * routes.to(tl.int64) + route) * 2 + projection) * I_PAD
         v += tl.load(raw + at + columns, mask=mask, other=0.0)
-    v = scale_by_power(rotate_rows(v, BLOCKS), exponent)
-    return v * tl.load(svh + columns, mask=mask, other=0.0).to(tl.float32)
+    return scale_by_power(rotate_rows(v, BLOCKS), exponent) * scale.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["routes"])
@@ -238,26 +263,28 @@ def activation_kernel(
     raw, x_exponent, gate_svh, up_svh, down_suh, ids, expert_map, act, act_exponent, routes, limit,
     INNER: tl.constexpr, I_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, SPLIT: tl.constexpr,
     X_DIV: tl.constexpr, GATE_SHARED: tl.constexpr, UP_SHARED: tl.constexpr, DOWN_SHARED: tl.constexpr, LIMITED: tl.constexpr,
-    VARIANT: tl.constexpr,
+    VARIANT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One route: gate and up out of the rotated basis, silu(gate) * up in fp32, into down's rotated basis as scaled fp16."""
     route = tl.program_id(0).to(tl.int64)
-    expert = valid_expert(ids, expert_map, route, True, E, MAPPED)
+    expert = valid_expert(ids, expert_map, route, True, E, MAPPED)  # ids are older than the kernel before this one
+    columns = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = columns < I_PAD
+    owned = mask & (expert >= 0)
+    gate_scale = tl.load(gate_svh + (0 if GATE_SHARED else expert * I_PAD) + columns, mask=owned, other=0.0)
+    up_scale = tl.load(up_svh + (0 if UP_SHARED else expert * I_PAD) + columns, mask=owned, other=0.0)
+    scale = tl.load(down_suh + (0 if DOWN_SHARED else expert * I_PAD) + columns, mask=owned, other=0.0).to(tl.float32)
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     if expert >= 0:
-        columns = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        mask = columns < I_PAD
         exponents = x_exponent + route // X_DIV * 2
-        gate_row = gate_svh + (0 if GATE_SHARED else expert * I_PAD)
-        up_row = up_svh + (0 if UP_SHARED else expert * I_PAD)
-        down_row = down_suh + (0 if DOWN_SHARED else expert * I_PAD)
-        g = _unrotate(raw, tl.load(exponents), gate_row, route, routes, 0, columns, mask, I_PAD, BLOCKS, SPLIT)
-        u = _unrotate(raw, tl.load(exponents + 1), up_row, route, routes, 1, columns, mask, I_PAD, BLOCKS, SPLIT)
+        g = _unrotate(raw, tl.load(exponents), gate_scale, route, routes, 0, columns, mask, I_PAD, BLOCKS, SPLIT)
+        u = _unrotate(raw, tl.load(exponents + 1), up_scale, route, routes, 1, columns, mask, I_PAD, BLOCKS, SPLIT)
         if LIMITED:  # comparisons, so that a NaN stays one
             g = tl.where(g > limit, limit, g)
             u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
         v = g / (1.0 + tl.exp(-g)) * u
         v = tl.where(columns < INNER, v, 0.0)
-        scale = tl.load(down_row + columns, mask=mask, other=0.0).to(tl.float32)
         bound = tl.where(mask, exponent_of(v) + exponent_of(scale), -254)
         shift = row_shift(tl.max(tl.max(bound, axis=1), axis=0))
         tl.store(act + route * I_PAD + k_position(columns, VARIANT), rotate_scaled(v, scale, shift, BLOCKS), mask=mask)
@@ -268,13 +295,15 @@ def activation_kernel(
 def combine_kernel(
     down, half_exponent, act_exponent, down_svh, ids, expert_map, weights, out,
     H: tl.constexpr, H_PAD: tl.constexpr, BLOCKS: tl.constexpr, E: tl.constexpr, MAPPED: tl.constexpr, TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr,
+    SPLIT: tl.constexpr, SHARED: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[t] = fp32 sum, in slot order, of weight * svh * hadamard(down row), rounded once. Grid: (T, chunks of columns)."""
     token = tl.program_id(0).to(tl.int64)
     tiles = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     columns = tiles * 128 + tl.arange(0, 128)[None, :]
     mask = columns < H_PAD
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     acc = tl.zeros((BLOCKS, 128), tl.float32)
     for slot in tl.static_range(TOP_K):
         route = token * TOP_K + slot

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import FLOATS, as_rows, block, check_float
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
 _MAX_BLOCK = 8192  # columns that one program holds in registers; wider rows are read twice
 
@@ -14,9 +14,11 @@ _MAX_BLOCK = 8192  # columns that one program holds in registers; wider rows are
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x, residual, weight, out, rows, x_stride, residual_stride, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = rms(x) * weight for ROWS rows a program; with ADD x is first added into `residual`, and the sum rounded."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = row < rows
@@ -62,6 +64,7 @@ def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dty
         _rms_norm_kernel[grid](
             x, target, weight, out, x.shape[0], x.stride(0), target.stride(0), eps,
             D=width, ROWS=rows, BLOCK=columns, ADD=residual is not None, num_warps=8 if columns >= 4096 else 4,
+            **overlap(x.device, x.shape[0]),
         )  # fmt: skip
     return out
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from .. import reference
 from ._args import block, check_float, check_index, check_table, unit_rows
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
 
 @triton.jit
@@ -32,8 +32,10 @@ def rope_pair(pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 def _rope_kernel(
     x, positions, table, out, length, token_stride, head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, START: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     source = x + token * token_stride + head * head_stride
@@ -65,6 +67,7 @@ def _launch_rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool,
             x, positions, table, out, table.shape[0], x.stride(0), x.stride(1),
             HEADS=heads, D=width, HALF=table.shape[1] // 2, START=start, INTERLEAVED=interleaved,
             BLOCK_HEADS=block_heads, BLOCK_PAIRS=block(table.shape[1] // 2, 1), BLOCK_D=block_d, num_warps=4,
+            **overlap(x.device, tokens),
         )  # fmt: skip
     return out
 

@@ -1,8 +1,9 @@
 """Expert router: fp32 logits, scores, grouped top-k, weights.
 
-Two launches. The logits are true fp32 (never TF32: a router picks another expert on a difference of 1e-4) and are summed over
-k in fixed segments, each from zero, the segments then in ascending order; few tokens run one program a segment and many tokens
-all segments in one program, so both give the same bits and a token's route does not depend on its batch.
+Two launches. The logits are true fp32 (never TF32: a router picks another expert on a difference of 1e-4): 16-bit activations
+and weights have exact products on the tensor cores, everything else is multiplied in fp32. They are summed over k in fixed
+segments, each from zero, the segments then in ascending order; few tokens run one program a segment and many tokens all
+segments in one program, so both give the same bits and a token's route does not depend on its batch.
 """
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from .. import reference
 from ._args import block, check_float
-from ._dispatch import call, device_guard, launchable, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
-SEGMENT = 512  # inputs summed by one chain of additions
+SEGMENT, SEGMENT_WIDE = 256, 128  # inputs summed by one chain of additions, as 16-bit and as fp32 products
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
 _SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
@@ -23,9 +24,12 @@ _SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it o
 def _logits_kernel(
     x, weight, logits, tokens,
     D: tl.constexpr, E: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """logits fp32 [D / (SEGMENT * SEGMENTS), T, E]: every program sums SEGMENTS segments of its [BLOCK_T, BLOCK_E] tile."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     part = tl.program_id(2)
     rt = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     re = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -39,7 +43,10 @@ def _logits_kernel(
             d = start + d0 + rd
             xs = tl.load(rows + d[None, :], mask=(rt < tokens)[:, None] & (d < D)[None, :], other=0.0)
             ws = tl.load(weight + re[None, :] * D + d[:, None], mask=(re < E)[None, :] & (d < D)[:, None], other=0.0)
-            acc = tl.dot(xs.to(tl.float32), ws.to(tl.float32), acc, input_precision="ieee")
+            if WIDE:
+                xs = xs.to(tl.float32)
+                ws = ws.to(tl.float32)
+            acc = tl.dot(xs, ws, acc, input_precision="ieee")
         total += acc
     out = logits + (part.to(tl.int64) * tokens + rt)[:, None] * E + re[None, :]
     tl.store(out, total, mask=(rt < tokens)[:, None] & (re < E)[None, :])
@@ -57,15 +64,17 @@ def _select_kernel(
     logits, bias, weights, ids, tokens, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, N_GROUP: tl.constexpr, G_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token a program: sum the parts, score, drop the losing groups, pick TOP_K by repeated argmax."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     LOSER: tl.constexpr = -3.0e38  # below every score, above -inf, which marks what is taken already
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, E_PAD)
     real = lanes < E
     logit = tl.zeros((E_PAD,), tl.float32)
-    for part in range(PARTS):
+    for part in tl.static_range(PARTS):  # unrolled: all loads in flight at once
         logit += tl.load(logits + (part * tokens.to(tl.int64) + token) * E + lanes, mask=real, other=0.0)
     if SOFTMAX:
         logit = tl.where(real, logit, float("-inf"))
@@ -129,20 +138,25 @@ def _launch_router(
     if tokens == 0:
         return weights, ids
     x, weight = launchable(x), launchable(weight)
-    segments = triton.cdiv(width, SEGMENT)
+    wide = x.dtype != weight.dtype or x.dtype == torch.float32
+    segment = SEGMENT_WIDE if wide else SEGMENT
+    segments = triton.cdiv(width, segment)
     split = tokens <= _SPLIT_TOKENS
     parts = segments if split else 1
-    block_t, block_e = (16, 16) if split else (32, 64)  # tiles from 64 x 64 on become TF32 on sm_100, "ieee" or not
+    # fp32: tiles from 64 x 64 on become TF32 on sm_100, "ieee" or not; 16 bits: fewer than 64 rows, one kind of instruction
+    block_t, block_e = (16, 16 if wide else 32) if split else (32, 64)
     logits = torch.empty(parts, tokens, experts, dtype=torch.float32, device=x.device)
     with device_guard(x):
         _logits_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), parts)](
-            x, weight, logits, tokens, width, experts, SEGMENT, segments // parts, block_t, block_e, 32, num_warps=4
-        )
+            x, weight, logits, tokens, D=width, E=experts, SEGMENT=segment, SEGMENTS=segments // parts,
+            BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=32 if wide else 64, WIDE=wide,
+            num_warps=4, num_stages=3 if wide or not split else 4, **overlap(x.device, tokens),
+        )  # fmt: skip
         _select_kernel[(tokens,)](
             logits, weights if bias is None else launchable(bias), weights, ids, tokens, scaling,
             E=experts, E_PAD=block(experts, 2), PARTS=parts, TOP_K=top_k, K_PAD=block(top_k, 1), SOFTMAX=scoring == "softmax",
             HAS_BIAS=bias is not None, N_GROUP=n_group, G_PAD=block(n_group, 1), TOPK_GROUP=topk_group, NORM=norm,
-            num_warps=1 if experts <= 256 else 2,
+            num_warps=1 if experts <= 256 else 2, **overlap(x.device, tokens),
         )  # fmt: skip
     return weights, ids
 

@@ -5,14 +5,19 @@ from torch import Tensor
 
 from .. import reference
 from ._args import FLOATS, as_rows, check_float
-from ._dispatch import call, device_guard, use_triton
-from ._triton import tl, triton
+from ._dispatch import call, device_guard, overlap, use_triton
+from ._triton import start_next, tl, triton, wait_previous
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, out, gate_stride, up_stride, limit, D: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+def _swiglu_kernel(
+    gate, up, out, gate_stride, up_stride, limit,
+    D: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < D
@@ -43,6 +48,7 @@ def _launch_swiglu(gate: Tensor, up: Tensor, limit: float | None, out_dtype: tor
             BLOCK=_BLOCK,
             LIMITED=limit is not None,
             num_warps=4,
+            **overlap(gate.device, rows),
         )
     return out
 

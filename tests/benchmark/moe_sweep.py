@@ -42,9 +42,12 @@ class Candidate:
     split: int | None = None
 
 
+AHEAD = [Candidate(8, Tile(*size, None, 0, True)) for size in ((64, 4), (32, 4), (64, 8), (128, 8))]
 OTHERS = {
-    1: [Candidate(8, None, 4), Candidate(8, None, 6)],
-    8: [Candidate(8, None, 4)],
+    1: [*AHEAD, Candidate(8, None, 6), Candidate(8, None, 16), Candidate(8, AHEAD[0].tile, 16)],
+    2: AHEAD,
+    8: AHEAD,
+    32: AHEAD,
     64: [Candidate(8)],
     256: [Candidate(32)],
     512: [Candidate(64), Candidate(32, Tile(128, 4, 80))],

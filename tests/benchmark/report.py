@@ -31,6 +31,20 @@ def attention_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines + ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
 
 
+def model_table(rows: list[dict[str, Any]]) -> list[str]:
+    """One line a measurement; `gaps`: the part of a profiled step in which nothing ran for more than 3 us."""
+    names = ("op", "model", "rank_of", "layers", "bits", "batch", "context", "us", "us_per_layer", "tokens_per_s")
+    head = [name.replace("_", " ") for name in names] + ["limit fraction", "gaps"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        gaps = f"{row['gap_fraction']:.1%}" if "gap_fraction" in row else ""
+        lines.append("| " + " | ".join([*(str(row[name]) for name in names), f"{row['limit_fraction']:.3f}", gaps]) + " |")
+    return lines
+
+
+TABLES = {"attention": attention_table, "model": model_table}
+
+
 def section(op: str) -> list[str]:
     result = json.loads((HERE / "results" / f"h200_{op}.json").read_text())
     head = result["header"]
@@ -39,18 +53,21 @@ def section(op: str) -> list[str]:
     if ratios:
         ahead = sum(ratio > 1 for ratio in ratios)
         limits += f" Ahead of the peer in {ahead} of {len(ratios)} rows (ratio {min(ratios):.2f} to {max(ratios):.2f})."
+    commands = dict.fromkeys(row.get("command", head["command"]) for row in result["rows"])
     return [
         f"{head['device']}, {head['date']}, driver {head['driver']}, torch {head['torch']}, Triton {head['triton']}, Python "
-        f"{head['python']}; `{head['command']}`.",
+        f"{head['python']}; {', '.join(f'`{command}`' for command in commands)}.",
         limits,
         "",
-        *(attention_table if op == "attention" else table)(result["rows"]),
+        *TABLES.get(op, table)(result["rows"]),
     ]
 
 
 def main() -> None:
     text = PAGE.read_text()
-    for op in ("linear", "moe", "attention"):
+    for op in ("linear", "moe", "attention", "model"):
+        if not (HERE / "results" / f"h200_{op}.json").exists():
+            continue
         begin, end = BEGIN.format(op), END.format(op)
         before, rest = text.split(begin)
         text = before + "\n".join([begin, *section(op), end]) + rest.split(end)[1]

@@ -14,19 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from typing import Any
 
 import torch
-from measure import random_experts, random_matrix
 from timing import header, microseconds
-from torch import Tensor, nn
 
 import exl3_triton
 from exl3_triton import LLM, SamplingParams
-from exl3_triton.format import Codebook
 from exl3_triton.model.cache import Batch, pages_for
 from exl3_triton.model.config import ModelConfig
-from exl3_triton.model.layers import Exl3Linear, PlainLinear
+from exl3_triton.model.dummy import dummy_model
 from exl3_triton.model.sampling import SamplingBatch, sample
 from exl3_triton.model.speculate import Speculator
 from exl3_triton.model.transformer import Transformer
@@ -35,36 +31,10 @@ DEMO = exl3_triton.__path__[0] + "/demo"
 PROMPTS = ["In the beginning", "It is a truth universally acknowledged, that", "And Moses said unto", "She was"]
 
 
-class RandomWeights:
-    """A weight source without a checkpoint: random trellis data for every matrix, small random numbers for the rest."""
-
-    def __init__(self, bits: float, biases: bool):
-        self.bits, self.biases = bits, biases
-
-    def tensor(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, optional: bool = False) -> Tensor:
-        random = 0.02 * torch.randn(shape, dtype=dtype or torch.float16, device="cuda")
-        return random + 1 if name.endswith("norm.weight") else random
-
-    def linear(self, name: str, in_features: int, out_features: int) -> nn.Module:
-        if name.endswith(("k_proj", "q_proj", "v_proj")) and self.biases:
-            shape = (out_features, in_features)
-            return PlainLinear(self.tensor(name, shape), self.tensor(name, (out_features,)))
-        return Exl3Linear(random_matrix(in_features, out_features, self.bits, Codebook.MCG))
-
-    def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
-        return self.linear("lm_head", hidden_size, vocab_size)
-
-    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> Any:
-        return random_experts(num_experts, hidden_size, intermediate_size, self.bits, Codebook.MCG)
-
-
 def open_model(name: str, bits: float, max_context: int) -> Transformer:
     if pathlib.Path(name).is_dir():
         return exl3_triton.load(name, device="cuda", mtp=True, max_context=max_context)
-    config = ModelConfig.preset(name)
-    with torch.inference_mode(False):
-        source = RandomWeights(bits, config.attention_bias)
-        return Transformer(config, source, dtype=torch.float16, max_context=max_context, mtp=True).eval()
+    return dummy_model(ModelConfig.preset(name), device="cuda", max_context=max_context, mtp=True, bits=bits)
 
 
 @torch.inference_mode()

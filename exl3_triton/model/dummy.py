@@ -1,0 +1,184 @@
+"""Random weights of a real geometry, made on the device: for timing models whose checkpoints are not at hand.
+
+Every random bit pattern is a valid trellis, so nothing has to be encoded. Scales are chosen so that a matrix keeps the
+variance of its input; routers are random, which spreads the tokens about evenly over the experts. What is quantized is what
+ExLlamaV3 quantizes, or the routed experts alone, as in rank-sliced checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..format import HADAMARD, TWICE_BITS, Codebook, ExpertProjection, ExpertWeights, TrellisWeight, padded_size
+from ..reference import codebook_values
+from .config import ModelConfig
+from .layers import Exl3Linear, PlainExperts, PlainLinear
+from .loader import FP32_NAMES
+from .transformer import Transformer, choose_dtype
+
+HEAD_BITS = 6  # ExLlamaV3's default for the output head
+_PLAIN = ("indexer.wk", "indexer.weights_proj")  # matrices that ExLlamaV3 leaves alone
+_BIASED = ("q_proj", "k_proj", "v_proj")
+
+
+def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model cut off behind its first `layers` layers. Raises ValueError unless it has as many."""
+    if not 1 <= layers <= config.num_layers:
+        raise ValueError(f"layers: found {layers}, required 1..{config.num_layers} (num_hidden_layers of {config.model_type})")
+    return replace(
+        config,
+        num_layers=layers,
+        layer_kinds=config.layer_kinds[:layers],
+        indexer_kinds=config.indexer_kinds[:layers],
+    )
+
+
+def one_rank(config: ModelConfig, ranks: int) -> tuple[ModelConfig, tuple[str, ...]]:
+    """What one of `ranks` tensor-parallel ranks holds, and the names of the sizes that had to stay whole.
+
+    Cut are heads, key-value heads, the widths of dense layers and experts (shared ones too), where each part is a multiple of
+    128 channels, the width of a rotation block; and the vocabulary, in blocks of 128, of which this rank has the larger part.
+    Latents, routers, norms, indexers and MLA's cache are on every rank. Raises ValueError for ranks < 1.
+    """
+    if ranks < 1:
+        raise ValueError(f"rank-of: found {ranks}, required an integer >= 1")
+    whole = []
+
+    def part(name: str, size: int, *widths: int) -> int:
+        """`size` / ranks if that leaves whole rotation blocks of size * width channels."""
+        if size % ranks == 0 and all(size // ranks * width % HADAMARD == 0 for width in widths):
+            return size // ranks
+        whole.append(name)
+        return size
+
+    c = config
+    heads, kv_heads = part("num_attention_heads", c.num_heads, c.head_dim, c.v_head_dim), c.num_kv_heads
+    if kv_heads and heads != c.num_heads:
+        kv_heads = part("num_key_value_heads", kv_heads, c.head_dim, c.v_head_dim)
+        heads = c.num_heads if kv_heads == c.num_kv_heads else heads
+    blocks = -(-padded_size(c.vocab_size) // HADAMARD // ranks)
+    sizes: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "intermediate_size": part("intermediate_size", c.intermediate_size, 1),
+        "moe_intermediate_size": part("moe_intermediate_size", c.moe_intermediate_size, 1),
+        "vocab_size": min(c.vocab_size, blocks * HADAMARD),
+    }
+    return (config, ()) if ranks == 1 else (replace(config, **sizes), tuple(whole))
+
+
+class DummySource:
+    """Gives a model random weights, with the interface of `loader.WeightSource`.
+
+    device: where they are made and stay, "meta" for sizes alone. dtype: of plain weights. bits: K of all matrices but the
+    output head, which has `HEAD_BITS`. experts_only: everything but the routed experts stays plain. The same seed gives the
+    same weights on the same kind of device. Raises ValueError for a rate that does not exist or not with this codebook.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        bits: float = 3,
+        codebook: Codebook = Codebook.MCG,
+        experts_only: bool = False,
+        seed: int = 0,
+    ):
+        if 2 * bits not in TWICE_BITS:
+            raise ValueError(f"bits: found {bits:g}, required 1..8, 1.5, 2.5 or 3.5")
+        if 2 * bits % 2 and codebook is not Codebook.MUL1:
+            raise ValueError(f"bits: found {bits:g} with codebook {codebook.label}: half rates exist for mul1 only")
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.bits, self.codebook, self.experts_only = bits, codebook, experts_only
+        self._std = float(codebook_values(codebook).float().std())
+        self._random = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
+
+    def tensor(
+        self, name: str, shape: Iterable[int], *, dtype: torch.dtype | None = None, optional: bool = False
+    ) -> Tensor | None:
+        """Norms are 1, biases 0, embeddings and matrices [out, in] random. None where it is optional."""
+        if optional:
+            return None
+        if dtype is None:
+            dtype = torch.float32 if name.endswith(FP32_NAMES) else self.dtype
+        shape = tuple(shape)
+        if len(shape) == 1:
+            return torch.full(shape, float(name.endswith("norm.weight")), dtype=dtype, device=self.device)
+        random = torch.empty(shape, dtype=dtype, device=self.device)
+        return random.normal_(std=1.0 if "embed_tokens" in name else shape[-1] ** -0.5, generator=self._random)
+
+    def linear(self, name: str, in_features: int, out_features: int) -> nn.Module:
+        """Quantized, or plain where ExLlamaV3 leaves it so; q, k and v have a bias where the config says so."""
+        bias = self.config.attention_bias and name.endswith(_BIASED)
+        if self.experts_only or name.endswith(_PLAIN):
+            weight = self.tensor(f"{name}.weight", (out_features, in_features))
+            assert weight is not None
+            return PlainLinear(weight, weight.new_zeros(out_features) if bias else None)
+        bits = HEAD_BITS if name == "lm_head" else self.bits
+        rows, columns = padded_size(in_features), padded_size(out_features)
+        trellis = self._words(rows // 16, columns // 16, int(16 * bits))
+        suh, svh = self._signs(1, rows, in_features, in_features**-0.5 / self._std), self._signs(1, columns, out_features, 1.0)
+        biases = torch.zeros(columns, dtype=torch.float16, device=self.device) if bias else None
+        return Exl3Linear(TrellisWeight(trellis, suh[0], svh[0], self.codebook, biases, in_features, out_features))
+
+    def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
+        """The output head; the embedding [vocab, hidden] where the model is tied."""
+        return PlainLinear(embedding, None) if tied else self.linear("lm_head", hidden_size, vocab_size)
+
+    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights | PlainExperts:
+        """The routed experts of one layer, all of one rate and codebook."""
+        wide, narrow = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
+        gate, up, down = (self._projection(num_experts, *sizes) for sizes in (wide, wide, narrow))
+        return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=intermediate_size)
+
+    def _projection(self, num_experts: int, in_features: int, out_features: int) -> ExpertProjection:
+        formats = [(int(2 * self.bits), int(self.codebook))] * num_experts
+        rows, columns = padded_size(in_features), padded_size(out_features)
+        empty = ExpertProjection.allocate(formats, rows, columns, device="meta")
+        return replace(
+            empty,
+            words=self._words(empty.words.numel()),
+            table=torch.tensor(empty.layout, dtype=torch.int64).to(self.device),
+            suh=self._signs(num_experts, rows, in_features, in_features**-0.5 / self._std),
+            svh=self._signs(num_experts, columns, out_features, 1.0),
+        )
+
+    def _words(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int16, device=self.device).random_(-(1 << 15), 1 << 15, generator=self._random)
+
+    def _signs(self, count: int, padded: int, features: int, size: float) -> Tensor:
+        """fp16 [count, padded] of +size and -size, 0 in the padding, as in real checkpoints."""
+        signs = torch.empty(count, padded, dtype=torch.float16, device=self.device)
+        signs.random_(0, 2, generator=self._random).mul_(2).sub_(1).mul_(size)
+        signs[:, features:] = 0
+        return signs
+
+
+def dummy_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    max_context: int,
+    mtp: bool = False,
+    **options: Any,
+) -> Transformer:
+    """A model of this geometry with random weights; device and dtype as in `load`, options as in `DummySource`.
+
+    max_context: positions to prepare for. Raises ValueError as `DummySource` does, and for a max_context that the model lacks.
+    """
+    device = torch.device(device)
+    dtype = choose_dtype(device, dtype)
+    limit = config.max_position_embeddings
+    if not 1 <= max_context <= limit:
+        raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings)")
+    with torch.inference_mode(False):
+        source = DummySource(config, device, dtype, **options)
+        return Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp).eval()
