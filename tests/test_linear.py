@@ -340,7 +340,9 @@ def test_every_row_of_a_matrix_comes_back_on_a_gpu(bits, codebook):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("k", "n"), [(6144, 2048), (2048, 6144), (384, 2304), (4096, 128), (6144, 512), (512, 4352)])
+@pytest.mark.parametrize(
+    ("k", "n"), [(6144, 2048), (2048, 6144), (384, 2304), (4096, 128), (6144, 512), (512, 4352), (384, 128256)]
+)
 @pytest.mark.parametrize("m", [1, 5, 16, 40, 300])
 def test_linear_of_large_matrices(k, n, m):
     weight = random_weight(3, Codebook.MCG, k, n, "cuda")
