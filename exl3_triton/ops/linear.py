@@ -507,15 +507,15 @@ def linear(x: Tensor, w: TrellisWeight, *, out_dtype: torch.dtype | None = None,
     x: [..., in_features] fp16, bf16 or fp32, any leading shape (also empty) and any strides. Returns [..., out_features],
     contiguous, in `out_dtype` (default: that of x). Weights are exact; the rotated activations are rounded to fp16 once,
     under a power of two a row, so any finite x gives a right result wherever that fits `out_dtype`. Sums are fp32, rounded
-    once. mode, on a GPU (on a CPU "exact" and "precise" are the same fp32 product), with the error of y before its rounding to
-    `out_dtype`, relative in the root mean square:
+    once. mode, with the error of y before its rounding to `out_dtype`, relative in the root mean square, as measured with the
+    kernels in Triton's interpreter at 2048 inputs (on a CPU "exact" and "precise" are the same fp32 product):
 
-        exact    2.1e-4, the rounding of the activations
-        precise  4e-7: exact weights, activations as two fp16 values each; twice the matrix products
-        split    MCG and 3INST only: 2.5e-4. Weights are their two summands, not rounded to fp16; as exact where weights are
+        exact    2.0e-4, the rounding of the activations
+        precise  2e-7: exact weights, activations as two fp16 values each; twice the matrix products
+        split    MCG and 3INST only, 3.0e-4: weights are their two summands, not rounded to fp16; as exact where weights are
                  decoded once (more than 255 rows)
-        int8     MUL1 only: 9e-3. Activations rounded to int8 with one scale a row, weights not rounded to fp16, sums in int32;
-                 at most 32768 input features
+        int8     MUL1 only, 8.3e-3: activations rounded to int8 with one scale a row, weights not rounded to fp16, sums in
+                 int32; at most 32768 input features
 
     Raises ValueError for another dtype, width, device or mode, and for a codebook that the mode does not know.
     """
