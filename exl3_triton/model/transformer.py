@@ -212,6 +212,7 @@ def load(
     group: RankGroup | None = None,
     shard: Shard | None = None,
     expert_parallel: bool = False,
+    mode: str = "exact",
     progress: bool = True,
     check: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
@@ -223,8 +224,9 @@ def load(
     for, default the model's own limit up to 65,536.
     mtp: also the next-token layer, for speculative decoding. group: the ranks that run the model together, of which each
     loads its part; environment variables alone divide nothing. shard: the part to load without partners, which can be looked
-    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. progress: a bar on stderr,
-    of rank 0. check: is shown the model on the meta device, sizes without data, and may refuse it by raising.
+    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. mode: of `ops.linear`, for
+    all quantized matrices but the routed experts, which are always exact. progress: a bar on stderr, of rank 0. check: is
+    shown the model on the meta device, sizes without data, and may refuse it by raising.
 
     Everything that can be refused is refused from the headers, before any weight is read: raises FormatError (a ValueError)
     naming the tensor or key, what was found and what is required; ValueError for options that contradict each other.
@@ -247,7 +249,7 @@ def load(
         check_mtp(config)
     name = None if group is None else group.name
     partition = Partition.of(config, shard, expert_parallel=expert_parallel, group=name)
-    with WeightSource(checkpoint, "meta", dtype, partition=partition) as headers:
+    with WeightSource(checkpoint, "meta", dtype, partition=partition, mode=mode) as headers:
         sizes = Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
         if check is not None:
@@ -255,6 +257,7 @@ def load(
         headers.check_scales()
     options: dict[str, Any] = {
         "partition": partition,
+        "mode": mode,
         "progress": progress and partition.shard.rank == 0,
         "total_bytes": headers.claimed_bytes,
         "on_read": None if group is None else group.work,
