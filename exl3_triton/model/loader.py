@@ -349,10 +349,10 @@ class WeightSource:
             raise FormatError(f"{name}: found both .trellis and .weight, required one of them")
         return True
 
-    def _parts(self, name: str, cut: _Cut | None = _WHOLE) -> dict[str, TensorInfo]:
+    def _parts(self, name: str, cut: _Cut | None = _WHOLE, suffixes: Sequence[str] = SUFFIXES) -> dict[str, TensorInfo]:
         """What is stored of the EXL3 matrix `name`, by suffix; cut None: of another rank's."""
         found = {}
-        for suffix in SUFFIXES:
+        for suffix in suffixes:
             info = self._claim(f"{name}.{suffix}", None if cut is None else cut.exl3(suffix))
             if info is not None:
                 found[suffix] = info

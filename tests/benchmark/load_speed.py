@@ -20,13 +20,13 @@ import threading
 import time
 
 import torch
-from timing import header
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from fabricate import Fabricated, write_headers_only, write_index
 
 from exl3_triton import load
 from exl3_triton.model.checkpoint import Checkpoint
+from exl3_triton.timing import header
 
 PRESET = pathlib.Path(__file__).parents[2] / "exl3_triton" / "model" / "presets" / "glm-5.2.json"
 CODES = {torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32"}
