@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops as ops
+    from ._warmup import warmup as warmup
     from .format import Codebook as Codebook
     from .format import ExpertWeights as ExpertWeights
     from .format import FormatError as FormatError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .plan import MoePlan as MoePlan
     from .plan import MoeSpec as MoeSpec
     from .plan import plan_moe as plan_moe
-    from .warmup import warmup as warmup
 
 _EXPORTS = {
     "Codebook": ".format",
@@ -43,7 +43,7 @@ _EXPORTS = {
     "TrellisWeight": ".format",
     "load": ".model.transformer",
     "plan_moe": ".plan",
-    "warmup": ".warmup",
+    "warmup": "._warmup",
 }
 __all__ = [*sorted(_EXPORTS), "ops"]
 

@@ -27,7 +27,8 @@ from .model.config import ModelConfig
 from .model.costs import Cost, Work, head_costs, limit_us, pass_costs
 from .model.dummy import dummy_model, first_layers, one_rank
 from .model.layers import Exl3Linear
-from .model.transformer import Transformer, load
+from .model.memory import cache_pages
+from .model.transformer import Transformer, choose_dtype, load
 from .timing import captured, durations, header
 
 LONG_GAP = 3.0  # microseconds without any kernel that count as a gap of the device
@@ -60,11 +61,12 @@ def open_model(
     layers: int | None = None,
     rank_of: int | None = None,
     experts_only: bool = False,
+    check: Callable[[Transformer], object] | None = None,
 ) -> tuple[Transformer, dict[str, Any]]:
     """The model to measure, and what identifies it in a row: model, layers, bits, codebook, rank_of.
 
-    A checkpoint directory is loaded, unless `dummy`; everything else gets random weights, which the last five describe.
-    Raises ValueError as `read_config`, `load` and `dummy_model` do, and for those five on real weights.
+    A checkpoint directory is loaded, unless `dummy`; everything else gets random weights, which bits .. experts_only describe.
+    check: as in `load`. Raises ValueError as `read_config`, `load` and `dummy_model` do, and for those five on real weights.
     """
     path = Path(target)
     config = read_config(target)
@@ -80,20 +82,21 @@ def open_model(
         for option, value in wrong.items():
             if value is not None:
                 raise ValueError(f"--{option}: acts on random weights, and {target} is a checkpoint; add --dummy")
-        model = load(path, device=device, dtype=dtype, max_context=max_context)
+        model = load(path, device=device, dtype=dtype, max_context=max_context, check=check)
         facts = {"model": name, "layers": config.num_layers, **stored_formats(model), "rank_of": 1, "dummy": False}
         return model, facts
     ranks = 1 if rank_of is None else rank_of
     config, whole = one_rank(config if layers is None else first_layers(config, layers), ranks)
-    model = dummy_model(
-        config,
-        device=device,
-        dtype=dtype,
-        max_context=max_context,
-        bits=3 if bits is None else bits,
-        codebook=Codebook.MCG if codebook is None else codebook,
-        experts_only=experts_only,
-    )
+    weights: dict[str, Any] = {
+        "dtype": choose_dtype(torch.device(device), dtype),
+        "max_context": max_context,
+        "bits": 3 if bits is None else bits,
+        "codebook": Codebook.MCG if codebook is None else codebook,
+        "experts_only": experts_only,
+    }
+    if check is not None:
+        check(dummy_model(config, device="meta", **weights))
+    model = dummy_model(config, device=device, **weights)
     facts = {"model": name, "layers": config.num_layers, **stored_formats(model), "rank_of": ranks, "dummy": True}
     return model, facts | ({"whole": list(whole)} if whole else {}) | ({"experts_only": True} if experts_only else {})
 
@@ -275,12 +278,27 @@ def run(
     if longest > limit:
         raise ValueError(f"--context, --prefill: found {longest}, {target} has at most {limit} positions")
     pages = max([pages_for(context) * max(batches, default=1) for context in contexts] + [pages_for(p) for p in prefills])
+
+    def check(sizes: Transformer) -> None:
+        """Refuse what does not fit on the device."""
+        cache_pages(
+            sizes,
+            torch.device(device),
+            cache_tokens=pages * PAGE,
+            context=longest,
+            max_batch=max(batches, default=1),
+            gpu_memory=1.0,
+            kv=kv,
+            chunk=chunk,
+        )
+
     limits = header(device)
     yield "header", limits
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
-    model, facts = open_model(target, device=device, max_context=min(pages_for(longest) * PAGE, limit), **options)
+    positions = min(pages_for(longest) * PAGE, limit)
+    model, facts = open_model(target, device=device, max_context=positions, check=check, **options)
     cache = model.new_cache(pages + 1, kv=kv)
     fill_cache(cache, model.config)
     bench = Bench(model, cache, facts | {"kv": kv}, limits, graphs=graphs, repeats=repeats, chunk=chunk)
@@ -310,8 +328,8 @@ def summarise(events: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
     """Kernel (name, start, end) in microseconds, in any order and overlapping or not, as totals.
 
     Keys: span_us from the first start to the last end; gaps, gap_us and gap_fraction: the stretches of more than `LONG_GAP`
-    in which nothing ran, their sum, and its share of the span; kernels: {name, calls, us}, the longest total first. Raises
-    ValueError where there are no events.
+    in which nothing ran, their sum, and its share of the span; kernels: {name, calls, us}, the longest total first; a kernel
+    that was launched early and waits for the one before counts as running. Raises ValueError where there are no events.
     """
     ordered = sorted(events, key=lambda event: event[1])
     if not ordered:

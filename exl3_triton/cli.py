@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(generate)
     _speculate_argument(generate)
     _kv_argument(generate)
+    _cache_arguments(generate)
     _graphs_argument(generate)
     generate.set_defaults(run=_generate)
 
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     _load_arguments(chat)
     _speculate_argument(chat)
     _kv_argument(chat)
+    _cache_arguments(chat)
     _graphs_argument(chat)
     chat.set_defaults(run=_chat)
 
@@ -276,6 +278,15 @@ def _kv_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-tokens", type=int, metavar="N", help="positions in the cache (default: one context; on a GPU what is left)"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.9, metavar="F", help="part of the GPU's memory that may be in use (default: 0.9)"
+    )
+
+
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -336,7 +347,8 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    options = {name: getattr(arguments, name) for name in ("speculate", "kv", "graphs", "group", "expert_parallel")}
+    names = ("speculate", "kv", "graphs", "cache_tokens", "gpu_memory", "group", "expert_parallel")
+    options = {name: getattr(arguments, name) for name in names}
     llm = LLM(arguments.model, device=device, dtype=dtype, **options)
     _note(f"{arguments.model}: {llm.describe()}")
     return llm

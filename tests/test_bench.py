@@ -239,6 +239,22 @@ def test_a_decode_step_sees_the_whole_context():
         assert not torch.equal(seen[-1][1], logits)
 
 
+def test_what_does_not_fit_is_refused_before_weights_are_made(tmp_path, monkeypatch):
+    """The check sees sizes on the meta device, and the cache that all rows need."""
+    asked = []
+
+    def pages(model, device, **options):
+        asked.append((model.device.type, options["cache_tokens"], options["max_batch"], options["context"]))
+        raise ValueError("cache_tokens: too many")
+
+    monkeypatch.setattr(bench, "cache_pages", pages)
+    config, path = write_config(tmp_path / "tiny.json", MLA), Fabricated().write(tmp_path / "checkpoint")
+    for target in (config, path):
+        with pytest.raises(ValueError, match="cache_tokens: too many"):
+            list(bench.run(target, contexts=(20, 30), batches=(1, 4), prefills=(64,), device="cpu"))
+    assert asked == [("meta", 4 * 64, 4, 64)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [WIDE, {**GQA, "head_dim": 128}], ids=["mla", "gqa"])
 @pytest.mark.parametrize("graphs", [True, False])

@@ -285,3 +285,10 @@ def test_generate_prints_while_it_generates():
     assert process.returncode == 0
     assert len(rest) > 100
     assert b"kernels:" in err
+
+
+def test_generate_with_a_cache_of_given_size(capsys):
+    assert main(["generate", "--prompt", PROMPT, "--max-tokens", "3", "--cache-tokens", "200"]) == 0
+    assert "tokens a GiB of cache, 256 in all" in capsys.readouterr().err
+    assert main(["generate", "--prompt", PROMPT, "--gpu-memory", "2"]) == 2
+    assert "gpu_memory: found 2.0, required a number above 0 and at most 1" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from test_scheduler import pause_at_random
 
 import exl3_triton
 from exl3_triton.model.grammar import GrammarCompiler
@@ -92,6 +93,14 @@ def test_generate_random_schemas(models, number):
 @pytest.mark.parametrize("number", [0, 3], ids=["plain", "speculation"])
 def test_generate_200_random_schemas(models, number):
     check_random_schemas(models[number], 200, 2)
+
+
+@pytest.mark.parametrize("number", [0, 3], ids=["plain", "speculation"])
+def test_generate_random_schemas_through_pauses(models, monkeypatch, number):
+    pause_at_random(monkeypatch, random.Random(number))
+    before = models[number].scheduling.pauses
+    check_random_schemas(models[number], 4, 5)
+    assert models[number].scheduling.pauses > before
 
 
 def test_generate_greedy_is_the_same_under_speculation(models):

@@ -133,7 +133,7 @@ def select_from(scores, positions, topk):
 def test_selection_equals_topk(width, topk, cases, device, monkeypatch):
     """Distinct scores of both signs; contexts of one or more segments."""
     if width < 10_000:
-        monkeypatch.setattr(indexer, "_SEGMENT", 256)
+        monkeypatch.setattr(indexer, "SEGMENT", 256)
     for case in range(cases):
         n = width if case == 0 else int(torch.randint(topk + 1, width + 1, ()))
         scores = (torch.randperm(width, device=device).float() - width // 2) * 1.5
@@ -144,7 +144,7 @@ def test_selection_equals_topk(width, topk, cases, device, monkeypatch):
 
 @pytest.mark.parametrize("levels", ["one", "several"])
 def test_selection_with_ties_across_segments(levels, device, monkeypatch):
-    monkeypatch.setattr(indexer, "_SEGMENT", 128 if levels == "several" else 4096)
+    monkeypatch.setattr(indexer, "SEGMENT", 128 if levels == "several" else 4096)
     scores = torch.randint(-3, 3, (4, 1500), device=device).float() * torch.where(
         torch.rand(4, 1500, device=device) < 0.5, -1.0, 1.0
     )

@@ -446,5 +446,5 @@ def test_describe(demo):
     # 5 rows of 128 + 32 and 3 index keys of 128 a token, in fp32
     assert demo.describe() == (
         "device cpu, activations float32, cache float32, kernels: reference (torch), "
-        f"{2**30 // (4 * (5 * 160 + 3 * 128))} tokens a GiB of cache"
+        f"{2**30 // (4 * (5 * 160 + 3 * 128))} tokens a GiB of cache, {demo.max_context} in all"
     )

@@ -65,7 +65,7 @@ def test_allocator_accounts_for_every_page(data):
     held: list[list[int]] = []
     content: dict[int, bytes] = {}  # of pages that were registered and have not been handed out since
     for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["allocate", "free", "register", "share"]))
+        action = data.draw(st.sampled_from(["allocate", "free", "register", "share", "forget"]))
         in_use = {page for pages in held for page in pages}
         assert allocator.available == total - len(in_use)
         if action == "allocate":
@@ -87,6 +87,9 @@ def test_allocator_accounts_for_every_page(data):
             allocator.register(page, key)
             if page not in content and key not in content.values():
                 content[page] = key
+        elif action == "forget":
+            allocator.forget()
+            content = {}
         elif action == "share":
             keys = [bytes([value]) for value in data.draw(st.permutations(range(4)))]
             found = allocator.find(keys)
@@ -314,6 +317,25 @@ def test_close_at_any_time(drafts):
     assert llm.scheduling.pauses > 0
 
 
+def test_pages_of_a_model_that_failed_are_not_taken_over():
+    class Broken(CacheEcho):
+        broken = True
+
+        def compute_logits(self, hidden):
+            return super().compute_logits(hidden) + (float("nan") if self.broken and len(self.batches) > 3 else 0.0)
+
+    model = Broken(mixed)
+    llm = LLM(model)
+    prompt = [random.randrange(10, 300) for _ in range(150)]
+    free = llm._allocator.available
+    with pytest.raises(FloatingPointError):
+        list(llm.generate([prompt]))
+    check_nothing_held(llm, free)
+    model.broken = False
+    assert collect(llm.generate([prompt], SamplingParams(max_tokens=5)), 1)[0] == [expected(prompt, 5)]
+    assert llm.scheduling.reused == 0
+
+
 def test_no_decode_step_waits_for_more_than_a_chunk():
     prompts = [[11], *related_prompts(random.Random(5), 15, 300)]
     model = CacheEcho(mixed)
@@ -383,10 +405,10 @@ def model():
 
 
 @torch.inference_mode()
-def ties(model, prompt, tokens, params, vocab_size):
+def ties(model, prompt, tokens, params, vocab_size, bound):
     """What whole forward passes choose, token by token: the differences, each of which must be a tie."""
     seed, count = params.seed or 0, len(tokens)
-    logits = model.logits(torch.tensor(prompt + tokens[:-1]))[-count:, :vocab_size]
+    logits = model.logits(torch.tensor(prompt + tokens[:-1]))[-count:, :vocab_size].cpu()
     batch = SamplingBatch.from_params([params] * count, [seed] * count)
     seen = torch.zeros(count, vocab_size, dtype=torch.bool)
     for index, row in enumerate(seen):
@@ -396,7 +418,7 @@ def ties(model, prompt, tokens, params, vocab_size):
         scores = scores + gumbel_noise(batch.seed, len(prompt) + torch.arange(count), vocab_size)
     chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     margins = (scores.amax(1) - chosen).tolist()
-    assert max(margins) < TIE
+    assert max(margins) < bound
     return [(index, f"{margin:.1e}") for index, margin in enumerate(margins) if margin > 0]
 
 
@@ -419,15 +441,16 @@ def pause_at_random(monkeypatch, shuffle):
     monkeypatch.setattr(Scheduler, "settle", settle_and_pause)
 
 
-def check_64_sequences(model, monkeypatch, drafts, longest):
+GREEDY = [{}, {"repetition_penalty": 1.2}]
+SAMPLED = [{"temperature": 0.9, "top_k": 40, "seed": 5}, {"temperature": 1.1, "top_p": 0.9, "seed": 6}]
+
+
+def check_64_sequences(model, monkeypatch, drafts, longest, kinds, bound=TIE):
     """They join, leave, pause and resume; every token is what its own history alone gives. Ties are printed."""
     shuffle = random.Random()
     pause_at_random(monkeypatch, shuffle)
     llm = LLM(model, speculate=drafts, max_batch=64, max_context=400, cache_tokens=100 * PAGE, prefill_chunk=200)
     prompts = text_prompts(shuffle, 64, llm.vocab_size)
-    kinds = [{}, {"repetition_penalty": 1.2}]
-    if not drafts:  # with speculation sampled tokens come from other random numbers
-        kinds += [{"temperature": 0.9, "top_k": 40, "seed": 5}, {"temperature": 1.1, "top_p": 0.9, "seed": 6}]
     params = [
         SamplingParams(max_tokens=shuffle.randrange(1, longest), ignore_eos=True, **kinds[index % len(kinds)])
         for index in range(64)
@@ -437,7 +460,7 @@ def check_64_sequences(model, monkeypatch, drafts, longest):
     check_nothing_held(llm, free)
     assert [len(each) for each in tokens] == [p.max_tokens for p in params]
     for index, each in enumerate(tokens):
-        if found := ties(model, prompts[index], each, params[index], llm.vocab_size):
+        if found := ties(model, prompts[index], each, params[index], llm.vocab_size, bound):
             print(f"sequence {index}: ties at {found}")
     assert llm.scheduling.pauses > 0
     assert llm.scheduling.reused > 0
@@ -447,14 +470,42 @@ def check_64_sequences(model, monkeypatch, drafts, longest):
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_64_sequences_equal_each_alone(model, monkeypatch, drafts):
-    check_64_sequences(model, monkeypatch, drafts, longest=16)
+    # with speculation sampled tokens come from other random numbers
+    check_64_sequences(model, monkeypatch, drafts, 16, GREEDY if drafts else GREEDY + SAMPLED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo-exl3-3.0bpw-mcg", "demo-exl3-mixed-mul1"])
 def test_64_sequences_on_the_larger_checkpoints(testdata, monkeypatch, name):
     model = exl3_triton.load(testdata / "demo" / name, progress=False)
-    check_64_sequences(model, monkeypatch, 0, longest=200)
+    check_64_sequences(model, monkeypatch, 0, 200, GREEDY + SAMPLED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_64_sequences_on_a_gpu(monkeypatch, drafts):
+    """In CUDA graphs. fp16: logits of size 10 have a relative error of up to 2e-3 (the goldens' bound), a difference twice it.
+
+    No filters: a probability at their edge is a tie that moves a score by more than rounding.
+    """
+    model = exl3_triton.load(DEMO, device="cuda", progress=False, mtp=True)
+    kinds = [{}] if drafts else [{}, {"temperature": 1.0, "seed": 5}]
+    check_64_sequences(model, monkeypatch, drafts, 100, kinds, bound=0.04)
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu_stays_constant_over_10_000_steps(monkeypatch):
+    steps, decode = [], LLM._decode
+    monkeypatch.setattr(LLM, "_decode", lambda self, decoding: (steps.append(1), decode(self, decoding))[1])
+    llm = LLM(DEMO, device="cuda", progress=False, max_batch=8, cache_tokens=40 * PAGE)
+    marks = []
+    while len(steps) < 10_000:
+        prompts = [[random.randrange(100, 4000) for _ in range(random.randrange(1, 150))] for _ in range(8)]
+        for _ in llm.generate(prompts, SamplingParams(max_tokens=600, ignore_eos=True)):
+            pass
+        marks.append(torch.cuda.memory_allocated())
+    assert llm.scheduling.pauses > 0
+    assert marks[-1] == marks[1]
 
 
 @pytest.mark.parametrize(

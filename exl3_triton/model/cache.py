@@ -222,6 +222,13 @@ class PageAllocator:
         """The pages of the first keys, up to one that no page has."""
         return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
 
+    def forget(self) -> None:
+        """No page is found by its tokens any more; cached ones are free."""
+        self._free += self._cached
+        self._cached.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+
     def share(self, pages: Sequence[int]) -> None:
         """One more holder for found pages, who only reads them."""
         for page in pages:

@@ -27,6 +27,7 @@ from ..format import (
     expand_signs,
     padded_size,
 )
+from ..ops.modes import check_mode
 from .checkpoint import Checkpoint, TensorInfo, listing
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
@@ -113,7 +114,7 @@ class WeightSource:
     `finish`; elsewhere a missing tensor raises at once. dtype: of plain weights; a few small ones stay fp32 (`FP32_NAMES`).
     partition: which part of the model this rank holds; the rest of a matrix is checked like all of it, and not read.
     progress: a bar on stderr, counting the bytes read against `total_bytes` (the preflight's `claimed_bytes`).
-    on_read: called before each read.
+    mode: of `ops.linear`, for quantized matrices other than experts. on_read: called before each read.
     A context manager: the files stay open inside it. All methods raise FormatError naming tensor, found and required.
     """
 
@@ -124,13 +125,14 @@ class WeightSource:
         dtype: torch.dtype,
         *,
         partition: Partition | None = None,
+        mode: str = "exact",
         progress: bool = False,
         total_bytes: int | None = None,
         on_read: Callable[[], None] | None = None,
     ):
         self.rank_sliced = RankSliced.of(checkpoint)
         self.checkpoint = checkpoint
-        self.device, self.dtype, self.partition = torch.device(device), dtype, partition
+        self.device, self.dtype, self.partition, self.mode = torch.device(device), dtype, partition, mode
         self.claimed_bytes = 0
         self._on_read = on_read
         self._meta = self.device.type == "meta"
@@ -190,16 +192,18 @@ class WeightSource:
             parts = self._parts(name, cut)
             self._exl3_format(name, in_features, out_features, parts)
             matrix, place = self._trellis(name, in_features, out_features, cut, parts=parts), self._uploader.place
+            check_mode(name, self.mode, [matrix])
             bias = None if matrix.bias is None else place(matrix.bias)
             placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
-            return Exl3Linear(TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features))
+            weight = TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features)
+            return Exl3Linear(weight, self.mode)
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
             weight_name = f"{name}.trellis"  # the rest of a quantized matrix is there
-        weight = self.tensor(weight_name, (out_features, in_features), part=cut.plain)
-        assert weight is not None
-        bias = self.tensor(f"{name}.bias", (out_features,), dtype=weight.dtype, optional=True, part=cut.plain[:1])
-        return PlainLinear(weight, None if cut.follows else bias)
+        plain = self.tensor(weight_name, (out_features, in_features), part=cut.plain)
+        assert plain is not None
+        bias = self.tensor(f"{name}.bias", (out_features,), dtype=plain.dtype, optional=True, part=cut.plain[:1])
+        return PlainLinear(plain, None if cut.follows else bias)
 
     def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
         """The output head: the stored one, or the embedding [vocab, hidden] where none is stored and the model is tied."""

@@ -23,6 +23,8 @@ from .cache import PAGE, PageAllocator, check_kv, pages_for
 from .config import ModelConfig
 from .grammar import Grammar, GrammarCompiler
 from .graphs import DecodeGraphs, use_graphs
+from .memory import cache_pages
+from .paths import kernel_paths
 from .prompts import Prompt, as_list, tokens_of
 from .rank_group import RankGroup
 from .rows import DecodeRows, prefill_batch
@@ -45,7 +47,10 @@ class LLM:
         device, dtype, overrides, progress, group, expert_parallel: as `exl3_triton.load`; for a directory only. Ranks of a
             group make the same calls, and get the same tokens; seeds that are not given are drawn by rank 0.
         max_context: most positions of one sequence, prompt and output together. Default: what the model allows, at most 8192.
-        cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: one full context.
+        cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: on a GPU what is
+            left beside weights and scratch (`memory`), at most `max_batch` full contexts; elsewhere one full context. More
+            than fits on a GPU is refused before weights are read.
+        gpu_memory: the part of a GPU's memory that may be in use in the end, above 0 and at most 1.
         max_batch: most sequences decoded together.
         prefill_chunk: most prompt tokens fed between two decode steps, of all sequences together.
         speculate: tokens that the next-token layer drafts a step, 1 to 5; 0 decodes token by token. The outcome has the same
@@ -80,6 +85,7 @@ class LLM:
         progress: bool | None = None,
         max_context: int | None = None,
         cache_tokens: int | None = None,
+        gpu_memory: float = 0.9,
         max_batch: int = 16,
         prefill_chunk: int = 512,
         speculate: int = 0,
@@ -98,15 +104,32 @@ class LLM:
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}: found {value!r}, required an integer >= 1")
+        if not 0 < gpu_memory <= 1:
+            raise ValueError(f"gpu_memory: found {gpu_memory!r}, required a number above 0 and at most 1")
         if speculate != 0:
             check_num_drafts(speculate)
+
+        def pages(model: Transformer, device: torch.device) -> int:
+            return cache_pages(
+                model,
+                device,
+                cache_tokens=cache_tokens,
+                context=max_context or min(model.max_context, DEFAULT_CONTEXT),
+                max_batch=max_batch,
+                gpu_memory=gpu_memory,
+                kv=kv,
+                chunk=prefill_chunk,
+                drafts=speculate,
+            )
+
         check_kv(ModelConfig.from_dir(model, overrides) if isinstance(model, (str, Path)) else model.config, kv)
         if isinstance(model, (str, Path)):
             if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_dir(model)
+            target = torch.device(device or ("cpu" if group is None else group.device))
             model = load(
                 model,
-                device=device,
+                device=target,
                 dtype=dtype,
                 overrides=overrides,
                 max_context=max_context,
@@ -114,6 +137,7 @@ class LLM:
                 group=group,
                 expert_parallel=expert_parallel,
                 progress=progress is not False,
+                check=lambda sizes: pages(sizes, target),
             )
         elif not (device is dtype is overrides is progress is group is None) or expert_parallel:
             raise ValueError(
@@ -122,7 +146,7 @@ class LLM:
         if max_context is not None and max_context > model.max_context:
             raise ValueError(f"max_context: found {max_context}, the model allows at most {model.max_context} positions")
         context = max_context or min(model.max_context, DEFAULT_CONTEXT)
-        num_pages = pages_for(cache_tokens or context)
+        num_pages = pages(model, model.device)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = min(context, num_pages * PAGE)
@@ -215,7 +239,8 @@ class LLM:
         """One line: device, dtypes, the cache and the kernels in use."""
         packed = "" if self.kv == "bf16" else f", cache packed as {self.kv}"
         graphs = "" if self._graphs is None else ", decode steps as CUDA graphs"
-        return f"{describe(self.model)}{packed}, {self.cache.tokens_per_gib} tokens a GiB of cache{graphs}"
+        size = f"{self.cache.tokens_per_gib} tokens a GiB of cache, {(self.cache.num_pages - 1) * PAGE} in all"
+        return f"{describe(self.model)}{packed}, {size}{graphs}"
 
     def _with_caller(self) -> AbstractContextManager[None]:
         return nullcontext() if self.model.group is None else self.model.group.idle()
@@ -281,6 +306,9 @@ class LLM:
                     self._load(scheduler.decoding)
                 with self._with_caller():
                     yield from outputs
+        except FloatingPointError:
+            self._allocator.forget()  # whatever brought NaN may be in pages that others would take over
+            raise
         finally:
             scheduler.clear()
             self._busy = False
@@ -435,7 +463,8 @@ def describe(model: Transformer) -> str:
     if use_triton(torch.zeros((), device=model.device)):
         import triton
 
-        kernels = f"triton {triton.__version__}"
+        kernels = f"triton {triton.__version__}; {kernel_paths(model)}"
     name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
+    ranks = f"; {model.partition.describe()}" if model.partition.shard.size > 1 else ""
+    return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}{ranks}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..format import ExpertWeights
-from ..plan import MoeSpec, default_policy, plan_moe
+from ..plan import MoePlan, MoeSpec, default_policy, plan_moe
 from . import manifest
 from .attention import MLA
 from .cache import Batch, KVCache, pages_for
@@ -93,43 +93,43 @@ class Transformer(nn.Module):
 
         The two never share scratch: their steps may be captured separately. `load` calls this on a GPU.
         """
-        self._bind_experts(cast(list[Block], list(self.blocks)))
-        if self.mtp is not None:
-            self._bind_experts([cast(Block, self.mtp.block)])
+        for stack in self.expert_plans():
+            arena = max((plan for _, plan in stack), key=lambda plan: plan.arena_bytes).new_arena(self.device)
+            for layers, plan in stack:
+                bound = plan.bind(arena)
+                for layer in layers:
+                    layer.bound = bound
 
-    def _bind_experts(self, blocks: list[Block]) -> None:
-        """One arena for the experts of these blocks, and a plan for each of their sizes, as a rule one.
+    def expert_plans(self, device: torch.device | None = None) -> list[list[tuple[list[MoE], MoePlan]]]:
+        """For every arena the layers that share a plan, with it: as a rule one plan, more where slices differ in size.
 
-        Longer prefills run in slices of PREFILL_ROWS.
+        device: what the plans are for (default: the model's). Longer prefills run in slices of PREFILL_ROWS.
         """
-        groups: dict[tuple[int, int], list[MoE]] = {}
-        for block in blocks:
-            layer = block.feed_forward
-            if isinstance(layer, MoE) and not isinstance(layer.experts, PlainExperts):
-                groups.setdefault((layer.experts[0].hidden_size, layer.experts[0].intermediate_size), []).append(layer)
-        if not groups:
-            return
+        stacks = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
+        found = []
+        for blocks in stacks:
+            groups: dict[tuple[int, int], list[MoE]] = {}
+            for block in blocks:
+                layer = block.feed_forward
+                if isinstance(layer, MoE) and not isinstance(layer.experts, PlainExperts):
+                    groups.setdefault((layer.experts[0].hidden_size, layer.experts[0].intermediate_size), []).append(layer)
+            if groups:
+                found.append([(layers, self._plan(layers, device or self.device)) for layers in groups.values()])
+        return found
+
+    def _plan(self, layers: list[MoE], device: torch.device) -> MoePlan:
+        slices = [experts for layer in layers for experts in cast(tuple[ExpertWeights, ...], layer.experts)]
+        specs = [MoeSpec.of(experts, self.config.experts_per_token) for experts in slices]
+        rates = sorted({rate for spec in specs for rate in spec.rates})
+        codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
         policy = default_policy()
         capacity = min(policy.prefill_capacity or PREFILL_ROWS, self.max_context)
-        plans = []
-        for layers in groups.values():
-            slices = [experts for layer in layers for experts in cast(tuple[ExpertWeights, ...], layer.experts)]
-            specs = [MoeSpec.of(experts, self.config.experts_per_token) for experts in slices]
-            rates = sorted({rate for spec in specs for rate in spec.rates})
-            codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
-            plans.append(
-                plan_moe(
-                    replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
-                    max_tokens=self.max_context,
-                    policy=replace(policy, prefill_capacity=capacity),
-                    device=self.device,
-                )
-            )
-        arena = max(plans, key=lambda plan: plan.arena_bytes).new_arena(self.device)
-        for layers, plan in zip(groups.values(), plans, strict=True):
-            bound = plan.bind(arena)
-            for layer in layers:
-                layer.bound = bound
+        return plan_moe(
+            replace(specs[0], rates=tuple(rates), codebooks=tuple(codebooks)),
+            max_tokens=self.max_context,
+            policy=replace(policy, prefill_capacity=capacity),
+            device=device,
+        )
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
@@ -213,8 +213,10 @@ def load(
     group: RankGroup | None = None,
     shard: Shard | None = None,
     expert_parallel: bool = False,
+    mode: str = "exact",
     check_hashes: bool = False,
     progress: bool = True,
+    check: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
 
@@ -224,8 +226,10 @@ def load(
     for, default the model's own limit up to 65,536.
     mtp: also the next-token layer, for speculative decoding. group: the ranks that run the model together, of which each
     loads its part; environment variables alone divide nothing. shard: the part to load without partners, which can be looked
-    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. check_hashes: first read
-    all files and hold them against `MANIFEST.sha256`, about as slow as `sha256sum`. progress: a bar on stderr, of rank 0.
+    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. mode: of `ops.linear`, for
+    all quantized matrices but the routed experts, which are always exact. check_hashes: first read all files and hold them
+    against `MANIFEST.sha256`, about as slow as `sha256sum`. progress: a bar on stderr, of rank 0. check: is shown the model on
+    the meta device, sizes without data, and may refuse it by raising.
 
     Everything that can be refused is refused from the headers, before any weight is read: raises FormatError (a ValueError)
     naming the tensor or key, what was found and what is required; ValueError for options that contradict each other.
@@ -248,14 +252,17 @@ def load(
         check_mtp(config)
     name = None if group is None else group.name
     partition = Partition.of(config, shard, expert_parallel=expert_parallel, group=name)
-    with WeightSource(checkpoint, "meta", dtype, partition=partition) as headers:
-        Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
+    with WeightSource(checkpoint, "meta", dtype, partition=partition, mode=mode) as headers:
+        sizes = Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
+        if check is not None:
+            check(sizes)
         headers.check_scales()
     if check_hashes:
         manifest.check_hashes(checkpoint.path, {"config.json", *(info.file for info in checkpoint.tensors.values())})
     options: dict[str, Any] = {
         "partition": partition,
+        "mode": mode,
         "progress": progress and partition.shard.rank == 0,
         "total_bytes": headers.claimed_bytes,
         "on_read": None if group is None else group.work,

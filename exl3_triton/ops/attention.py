@@ -25,7 +25,7 @@ from .tuning import Device, device_of
 __all__ = ["mla_decode", "mla_prefill"]
 
 DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
-_SCRATCH_BYTES = 256 << 20  # partial results: a launch takes as many tokens as fit
+SCRATCH_BYTES = 256 << 20  # partial results: a launch takes as many tokens as fit
 _COMBINE_ROWS, _COMBINE_COLUMNS = 64, 32  # ranges and columns that the combine kernel adds at a time
 
 
@@ -312,7 +312,7 @@ def _launch_mla_decode(
     head_blocks = -(-heads // tile.heads)
     plan = plan or split_plan(tokens, head_blocks, chosen or max_context, chosen > 0)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
-    step = tokens if plan.most == 1 else min(tokens, max(1, _SCRATCH_BYTES // (heads * plan.grid * (latent + 2) * 4)))
+    step = tokens if plan.most == 1 else min(tokens, max(1, SCRATCH_BYTES // (heads * plan.grid * (latent + 2) * 4)))
     parts = (step, heads, plan.grid) if plan.most > 1 else (1,)
     part_acc = torch.empty(*parts, latent, dtype=torch.float32, device=device) if plan.most > 1 else lse
     part_max = torch.empty(parts, dtype=torch.float32, device=device)

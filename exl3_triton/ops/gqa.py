@@ -20,7 +20,7 @@ from .prefill import LOG2E, _bounds_kernel
 from .rope import rope_factors, rope_pair
 from .tuning import Device, device_of
 
-_SCRATCH_BYTES = 64 << 20  # partial results of decoding: a launch takes as many tokens as fit
+SCRATCH_BYTES = 64 << 20  # partial results of decoding: a launch takes as many tokens as fit
 _MAX_GRID = 65535  # sequences a prefill launch: the third axis of a CUDA grid
 
 
@@ -439,7 +439,7 @@ def _launch_gqa_decode(
     plan = plan or grouped_split_plan(tokens, kv_heads, max_context)
     head_blocks = kv_heads * -(-(heads // kv_heads) // tile.rows)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
-    step = tokens if plan.most == 1 else min(tokens, max(1, _SCRATCH_BYTES // (heads * plan.grid * (value + 2) * 4)))
+    step = tokens if plan.most == 1 else min(tokens, max(1, SCRATCH_BYTES // (heads * plan.grid * (value + 2) * 4)))
     parts = (step, heads, plan.grid) if plan.most > 1 else (1,)
     part_acc = torch.empty(*parts, value, dtype=torch.float32, device=q.device) if plan.most > 1 else lse
     part_max = torch.empty(parts, dtype=torch.float32, device=q.device)

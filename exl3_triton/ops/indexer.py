@@ -19,8 +19,8 @@ from .packed import e4m3_decode, head_plane
 from .tuning import device_of
 
 MAX_TOPK = 16384
-_SEGMENT = 4096  # scores of a row that one program counts
-_SCORES = 1 << 24  # fp32 scores in scratch: max(1, _SCORES // max_context) tokens are scored and selected at a time
+SEGMENT = 4096  # scores of a row that one program counts
+SCORES = 1 << 24  # fp32 scores in scratch: max(1, SCORES // max_context) tokens are scored and selected at a time
 
 
 class ScoreTile(NamedTuple):
@@ -237,10 +237,10 @@ def _write_kernel(
 def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
     """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`."""
     rows, width = scores.shape
-    segments = triton.cdiv(width, _SEGMENT)
+    segments = triton.cdiv(width, SEGMENT)
     if segments == 1:
         _select_row_kernel[(rows,)](
-            scores, positions, out[first_token:], first_token, width, topk, BLOCK=_SEGMENT, num_warps=8,
+            scores, positions, out[first_token:], first_token, width, topk, BLOCK=SEGMENT, num_warps=8,
             **overlap(scores.device, rows),
         )  # fmt: skip
         return
@@ -257,13 +257,13 @@ def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int,
             topk,
             segments,
             DIGIT=digit,
-            BLOCK=_SEGMENT,
+            BLOCK=SEGMENT,
             num_warps=8,
             **overlap(scores.device, rows),
         )
     _write_kernel[(rows, segments)](
         scores, positions, counts, parts, out[first_token:], first_token, width, topk, segments,
-        BLOCK=_SEGMENT, PARTS=16, num_warps=8, **overlap(scores.device, rows),
+        BLOCK=SEGMENT, PARTS=16, num_warps=8, **overlap(scores.device, rows),
     )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def _launch_index_select(
     positions: Tensor,
     topk: int,
     max_context: int,
-    scratch_scores: int = _SCORES,
+    scratch_scores: int = SCORES,
 ) -> Tensor:
     tokens = q.shape[0]
     width = min(max_context, block_table.shape[1] * PAGE)

@@ -17,7 +17,7 @@ from ._triton import start_next, tl, triton, wait_previous
 SEGMENT, SEGMENT_WIDE = 256, 128  # inputs summed by one chain of additions, as 16-bit and as fp32 products
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
-_SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
+SPLIT_TOKENS = 64  # up to here one program a segment (parallelism), above it one program for all (no partial sums in memory)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -141,7 +141,7 @@ def _launch_router(
     wide = x.dtype != weight.dtype or x.dtype == torch.float32
     segment = SEGMENT_WIDE if wide else SEGMENT
     segments = triton.cdiv(width, segment)
-    split = tokens <= _SPLIT_TOKENS
+    split = tokens <= SPLIT_TOKENS
     parts = segments if split else 1
     # fp32: tiles from 64 x 64 on become TF32 on sm_100, "ieee" or not; 16 bits: fewer than 64 rows, one kind of instruction
     block_t, block_e = (16, 16 if wide else 32) if split else (32, 64)

@@ -38,6 +38,7 @@ def model_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         gaps = f"{row['gap_fraction']:.1%}" if "gap_fraction" in row else ""
+        row = {**row, "model": f"{row['model']}, only experts quantized"} if row.get("experts_only") else row
         lines.append("| " + " | ".join([*(str(row[name]) for name in names), f"{row['limit_fraction']:.3f}", gaps]) + " |")
     return lines
 
