@@ -130,7 +130,7 @@ def _rank_sliced(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any] 
             "codebook": described.codebook.label,
             "rates": [rate // 2 if rate % 2 == 0 else rate / 2 for rate in rates],
             "layout": described.layout,
-            "tensors": sum(1 for layer in described.layers for _ in described.names(layer)),
+            "tensors": described.count,
             "missing": len(described.missing(checkpoint.tensors)),
         }
         RankSliced.of(checkpoint)

@@ -96,30 +96,41 @@ class RankSliced:
 
     def names(self, layer: int) -> Iterator[str]:
         """Every tensor that the layer's set consists of, by canonical name, all ranks."""
-        experts = f"layers.{layer}.mlp.experts"
-        for projection in PROJECTIONS:
-            suffixes = self.suffixes(projection)
+        for stem, suffix, _ in self._stems(layer):
             for rank in range(self.tp):
-                if self.shared_h:
-                    yield f"{experts}.shared_h.{projection}.rank{rank}.{SHARED_VECTOR[projection]}"
-                for expert in range(self.num_experts):
-                    matrix = f"{experts}.{expert}.{projection}.rank{rank}."
-                    for suffix in suffixes:
-                        yield matrix + suffix
+                yield f"{stem}{rank}.{suffix}"
+
+    @property
+    def count(self) -> int:
+        """Number of tensors of the set."""
+        shared = len(PROJECTIONS) if self.shared_h else 0
+        each = sum(len(self.suffixes(projection)) for projection in PROJECTIONS)
+        return len(self.layers) * self.tp * (self.num_experts * each + shared)
 
     def missing(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
         """The tensors of the set that are not stored."""
         return [name for layer in self.layers for name in self.names(layer) if name not in tensors]
 
+    def _stems(self, layer: int) -> Iterator[tuple[str, str, int]]:
+        """(name up to the rank's number, suffix, expert or -1 for what all share) of every tensor, ranks aside."""
+        experts = f"layers.{layer}.mlp.experts"
+        for projection in PROJECTIONS:
+            if self.shared_h:
+                yield f"{experts}.shared_h.{projection}.rank", SHARED_VECTOR[projection], -1
+            suffixes = self.suffixes(projection)
+            for expert in range(self.num_experts):
+                stem = f"{experts}.{expert}.{projection}.rank"
+                for suffix in suffixes:
+                    yield stem, suffix, expert
+
     def _check_tensors(self, checkpoint: Checkpoint) -> None:
         tensors = checkpoint.tensors
         missing = self.missing(tensors)
-        stored = [name for name in tensors if ".rank" in name and ".mlp.experts." in name]
-        expected = sum(1 for layer in self.layers for _ in self.names(layer))
-        parts = [f"{len(missing)} of {expected} are missing: {listing(missing)}"] if missing else []
-        if len(stored) + len(missing) != expected:
+        stored = sum(1 for name in tensors if ".rank" in name and ".mlp.experts." in name)
+        parts = [f"{len(missing)} of {self.count} are missing: {listing(missing)}"] if missing else []
+        if stored + len(missing) != self.count:
             known = {name for layer in self.layers for name in self.names(layer)}
-            unexpected = [name for name in stored if name not in known]
+            unexpected = [name for name in tensors if ".rank" in name and ".mlp.experts." in name and name not in known]
             parts.append(f"{len(unexpected)} are unexpected: {listing(unexpected)}")
         if parts:
             raise FormatError(
@@ -131,30 +142,27 @@ class RankSliced:
 
     def _check_layer(self, layer: int, tensors: Mapping[str, TensorInfo]) -> None:
         """Ranks alike, rates as declared; sizes against the model's are checked by whoever knows the model."""
-        experts = f"layers.{layer}.mlp.experts"
-        for name in self.names(layer):
-            if ".rank0." in name:
-                first = tensors[name]
-                if name.endswith(".trellis"):
-                    expert = int(name.split(".")[4])
-                    self._check_rate(name, first, layer, expert)
-                for rank in range(1, self.tp):
-                    other = tensors[name.replace(".rank0.", f".rank{rank}.")]
-                    if (other.dtype, other.shape) != (first.dtype, first.shape):
-                        found, required = (f"{info.dtype} {list(info.shape)}" for info in (other, first))
-                        full = name.replace(".rank0.", f".rank{rank}.")
-                        _fail(full, found, required, f"slices are alike on all ranks, rank 0 of {experts}")
+        for stem, suffix, expert in self._stems(layer):
+            first = tensors[f"{stem}0.{suffix}"]
+            if suffix == "trellis":
+                self._check_rate(f"{stem}0.{suffix}", first, layer, expert)
+            for rank in range(1, self.tp):
+                other = tensors[f"{stem}{rank}.{suffix}"]
+                if other.shape != first.shape or other.dtype != first.dtype:
+                    found, required = (f"{info.dtype} {list(info.shape)}" for info in (other, first))
+                    _fail(f"{stem}{rank}.{suffix}", found, required, "slices are alike on all ranks, this is rank 0's")
 
     def _check_rate(self, name: str, info: TensorInfo, layer: int, expert: int) -> None:
         if len(info.shape) != 3:
             _fail(name, f"shape {list(info.shape)}", "[in/16, out/16, 16*K]", "a trellis has rank 3")
         twice_bits = info.shape[2] / 8
         declared = self.declared.get(layer)
-        allowed = {declared[expert]} if declared is not None else self.allowed
-        if twice_bits not in allowed:
-            required = " or ".join(f"{rate / 2:g}" for rate in sorted(allowed))
-            found = f"K = {twice_bits / 2:g} (last dimension {info.shape[2]})"
-            _fail(name, found, f"K = {required}", f"config.json: {SECTION} declares it")
+        if twice_bits == declared[expert] if declared is not None else twice_bits in self.allowed:
+            return
+        rates = self.allowed if declared is None else (declared[expert],)
+        required = " or ".join(f"{rate / 2:g}" for rate in sorted(rates))
+        found = f"K = {twice_bits / 2:g} (last dimension {info.shape[2]})"
+        _fail(name, found, f"K = {required}", f"config.json: {SECTION} declares it")
 
 
 def _fail(name: str, found: object, required: str, rule: str) -> NoReturn:
