@@ -59,6 +59,9 @@ def _free_port() -> int:
 def _rank(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float, environment: dict[str, str]) -> None:
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / f"{environment['RANK']}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    if (directory / "stdin").exists():  # all ranks share the launcher's; only one of them may read it
+        shared = directory / ("stdin" if environment["RANK"] == "0" else "nothing")
+        sys.stdin = shared.open()
     os.environ.update(environment)
     torch.set_num_threads(1)
     run(job, path, directory, timeout)
@@ -87,8 +90,12 @@ def logits_of(directory: pathlib.Path, group) -> None:
 
 
 def run(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float) -> None:
-    """One rank of a job: "logits", or a call of the model, a way to fail, and another call."""
-    from exl3_triton import RankGroup, load
+    """One rank of a job: "cli", "logits", or a call of the model, a way to fail, and another call."""
+    from exl3_triton import RankGroup, cli, load
+
+    if job == "cli":
+        options = ["--device", "cpu", "--max-tokens", "6", "--rank-timeout", str(timeout)]
+        sys.exit(cli.main(["generate", str(path), "--prompt", "-", *options]))
 
     with RankGroup.from_env("cpu", timeout=timeout) as group:
         if job == "logits":

@@ -76,15 +76,15 @@ def test_inspect_unsupported_family(tmp_path):
     assert "glm5_next (not supported)" in format_report(report)
 
 
-def test_inspect_tensor_parallel_rules(tmp_path):
-    path = Fabricated(num_attention_heads=6, moe_intermediate_size=256).write(tmp_path)
-    problems = "\n".join(inspect_checkpoint(path, tp=2)["problems"])
-    assert "layers.0.mlp.gate_proj.trellis: 200 features cannot be divided over tp = 2" in problems
-    assert "layers.0.self_attn.q_b_proj.trellis: 288 features" in problems
-    assert ".mlp.experts." not in problems  # 256 is two blocks of 128
-    problems = "\n".join(inspect_checkpoint(path, tp=4)["problems"])
-    assert "num_attention_heads = 6 is not divisible by tp = 4" in problems
-    assert "layers.1.mlp.experts.0.down_proj.trellis: 256 features cannot be divided over tp = 4" in problems
+def test_inspect_says_what_tensor_parallelism_leaves_whole(tmp_path):
+    path = Fabricated(num_attention_heads=16, moe_intermediate_size=256).write(tmp_path)  # heads of 48 and 32 features
+    report = inspect_checkpoint(path, tp=2)
+    assert report["runs"]
+    assert report["whole_on_every_rank"] == []
+    report = inspect_checkpoint(path, tp=4)
+    assert report["runs"]
+    whole = "attention, heads (2 x 8 for 4 ranks), dense MLPs (2 x 128 for 4 ranks), routed experts (2 x 128 for 4 ranks)"
+    assert f"whole on every rank: {whole}" in format_report(report)
     with pytest.raises(ValueError, match="tp: found 0"):
         inspect_checkpoint(path, tp=0)
 
@@ -105,7 +105,7 @@ def test_inspect_rank_sliced(testdata):
     assert "rank-sliced for tp=2, per_expert_v1: layers 1..5, 960 tensors, complete" in format_report(report)
     plain = inspect_checkpoint(testdata / "demo" / "demo-bf16")
     assert report["parameters"] == plain["parameters"]
-    assert "slices for tp = 2, which tp = 4 does not divide" in inspect_checkpoint(path, tp=4)["problems"][0]
+    assert "found 4 processes, required a divisor of 2" in inspect_checkpoint(path, tp=4)["problems"][0]
 
 
 def test_inspect_every_sample_checkpoint(testdata):

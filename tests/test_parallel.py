@@ -13,7 +13,7 @@ from fabricate import Fabricated
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 
-from exl3_triton import LLM, SamplingParams, load, ops
+from exl3_triton import LLM, SamplingParams, cli, load, ops
 from exl3_triton.format import FormatError
 from exl3_triton.model.checkpoint import Checkpoint
 from exl3_triton.model.config import ModelConfig
@@ -394,6 +394,25 @@ def test_two_ranks_reproduce_the_demos(tmp_path, testdata):
         last = each["prompt2.logits_last"].float()
         # the goldens are of the same weights in another library, see test_model.check_golden
         torch.testing.assert_close(found[0]["logits"][-1], last, rtol=0, atol=LOGITS * float(last.abs().max()))
+
+
+def test_the_program_runs_on_ranks_and_rank_0_alone_reads_and_prints(tmp_path, capsys):
+    (tmp_path / "wrong").mkdir()
+    for directory in (tmp_path, tmp_path / "wrong"):
+        (directory / "stdin").write_text("In the beginning")
+        (directory / "nothing").write_text("not read by anyone")
+    ranks = Ranks("cli", cli.DEMO, 2, tmp_path)
+    wrong = Ranks("cli", tmp_path / "absent", 2, tmp_path / "wrong")
+    assert cli.main(["generate", "--device", "cpu", "--prompt", "In the beginning", "--max-tokens", "6"]) == 0
+    expected = capsys.readouterr().out
+    found = ranks.wait()
+    assert found[0][:2] == (0, expected), found
+    assert "rank 0 of 2: whole on every rank: embedding" in found[0][2]
+    assert found[1] == (0, "", "")
+    found = wrong.wait()
+    assert found[0][0] == 2
+    assert "error: " in found[0][2]
+    assert "absent" in found[0][2]
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..format import HADAMARD, TILE, FormatError
-from .checkpoint import Checkpoint, TensorInfo, paused_garbage_collection
+from ..format import TILE, FormatError
+from .checkpoint import Checkpoint, paused_garbage_collection
 from .config import FAMILIES, ModelConfig, text_config
 from .loader import FP32_NAMES, WeightSource, mtp_prefixes
 from .mtp import FAMILIES as MTP_FAMILIES
 from .mtp import copies_of_the_trunk
+from .parallel import Partition, Shard
 from .rank_sliced import RankSliced
 from .transformer import Transformer
 
@@ -26,8 +27,9 @@ CLASSES = (
 )  # fmt: skip
 CACHE_BYTES = 2  # an element of the latent and index-key caches (bf16 or fp16)
 _OVERHEAD = frozenset(("suh", "svh", "su", "sv", "mcg", "mul1"))  # stored beside a trellis; not parameters of the model
-_CUT_BY_OUTPUT = frozenset(("q_b_proj", "q_proj", "kv_b_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"))
-_CUT_BY_INPUT = frozenset(("o_proj", "down_proj"))
+_CUT = frozenset(
+    ("q_b_proj", "q_proj", "k_proj", "v_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+)
 _RANK = re.compile(r"\.rank(\d+)(?=\.)")
 
 
@@ -60,9 +62,9 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, tp: int = 1) -> dict[str
     """A JSON-serialisable report on a checkpoint directory at `tp` tensor-parallel ranks.
 
     Keys: family and config problems, sizes (bytes; parameters with padding), per class of modules the bits a weight, rates and
-    codebooks, what is quantized, memory per rank (weights, and cache bytes a token in 2-byte elements), `runs` and, if it does
-    not, `problems`, each naming tensor and rule. An unsupported family is reported, not an error. Raises FormatError for a
-    directory that is no sound checkpoint, ValueError for tp < 1.
+    codebooks, what is quantized, memory per rank (weights, and cache bytes a token in 2-byte elements), what ranks hold whole,
+    `runs` and, if it does not, `problems`, each naming tensor and rule. An unsupported family is reported, not an error.
+    Raises FormatError for a directory that is no sound checkpoint, ValueError for tp < 1.
     """
     if tp < 1:
         raise ValueError(f"tp: found {tp}, required at least 1")
@@ -78,17 +80,15 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
         config = ModelConfig.from_dir(checkpoint.path)
     except ValueError as error:
         problems.append(str(error))
-    classes, cuts, memory = _survey(checkpoint, config, tp)
+    partition = None if config is None else Partition.of(config, Shard(0, tp))
+    classes, memory = _survey(checkpoint, config, partition, tp)
     sliced = _rank_sliced(checkpoint, problems)
     if config is not None:
-        problems += _tp_problems(checkpoint, config, cuts, tp)
         try:
-            preflight(checkpoint, config)
+            preflight(checkpoint, config, partition=partition)
         except ValueError as error:
             if str(error) not in problems:
                 problems.append(str(error))
-    if tp > 1:
-        problems.append(f"tp = {tp}: this version runs a model on one device")
     total = sum(each.bytes for each in classes.values())
     parameters = sum(each.parameters for each in classes.values())
     hints = checkpoint.quantization_config or {}
@@ -108,7 +108,8 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
         "rank_sliced": sliced,
         "declared": {key: hints[key] for key in ("quant_method", "bits", "head_bits", "codebook", "version") if key in hints},
         "tp": tp,
-        "memory": memory | _cache_memory(config),
+        "whole_on_every_rank": list(partition.whole) if partition is not None else [],
+        "memory": memory | _cache_memory(config if partition is None or config is None else partition.local(config)),
         "runs": not problems,
         "problems": problems,
     }
@@ -146,25 +147,24 @@ def stores_mtp(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     return known and any(name.startswith(f"layers.{config.num_layers}.") for name in checkpoint.tensors)
 
 
-def preflight(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool = False) -> None:
+def preflight(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool = False, partition: Partition | None = None) -> None:
     """Exactly the checks that `load` makes of headers before it reads weights; raises FormatError."""
     dtype = torch.float16
-    with WeightSource(checkpoint, "meta", dtype) as headers:
+    with WeightSource(checkpoint, "meta", dtype, partition=partition) as headers:
         Transformer(config, headers, dtype=dtype, max_context=1, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
 
 
 def _survey(
-    checkpoint: Checkpoint, config: ModelConfig | None, tp: int
-) -> tuple[dict[str, _ModuleClass], dict[tuple[str, str, int], str], dict[str, Any]]:
-    """Totals per class; what tensor parallelism cuts, (class, leaf, size) -> one such tensor; weight bytes per rank."""
+    checkpoint: Checkpoint, config: ModelConfig | None, partition: Partition | None, tp: int
+) -> tuple[dict[str, _ModuleClass], dict[str, Any]]:
+    """Totals per class, and weight bytes of the first rank, which has the largest part."""
     classes = {name: _ModuleClass() for name in CLASSES}
-    cuts: dict[tuple[str, str, int], str] = {}
+    parts = {} if partition is None or config is None else _parts(partition, config)
     tensors = checkpoint.tensors
     layers = config.num_layers if config is not None else text_config(checkpoint.config_dict).get("num_hidden_layers")
-    # bytes by "is the MTP layer's": held by every rank, divided over the ranks, stored in slices (by rank)
-    whole: Counter[bool] = Counter()
-    divided: Counter[bool] = Counter()
+    # bytes by "is the MTP layer's": of this rank, and stored in slices (by rank)
+    held: Counter[bool] = Counter()
     sliced: Counter[tuple[bool, int]] = Counter()
     for name, info in tensors.items():
         prefix, _, suffix = name.rpartition(".")
@@ -189,23 +189,21 @@ def _survey(
             each.dtypes[info.dtype] += 1
             each.plain_matrices += len(info.shape) > 1
             resident = size * (4 if name.endswith(FP32_NAMES) else min(2, -(-info.nbytes // max(size, 1))))
-        cut = _cut_size(leaf, suffix, info) if rank is None and ".indexer." not in name else None
-        if cut is not None:
-            cuts.setdefault((kind, leaf, cut), name)
         mtp = kind == "mtp"
         if rank is not None:
             sliced[mtp, rank] += resident
-        elif cut is not None:
-            divided[mtp] += resident
-        else:
-            whole[mtp] += resident
+            continue
+        if leaf in _CUT and suffix in ("trellis", "weight") and ".indexer." not in name:
+            part, count = parts.get(_class_of(name, None), (1, 1))
+            resident = -(-resident * part // count)
+        held[mtp] += resident
 
     def per_rank(mtp: bool) -> int:
         mine = [size for (is_mtp, _), size in sliced.items() if is_mtp == mtp]
         together = -(-len(mine) // tp)  # a rank takes several slices where there are fewer ranks than slices
-        return whole[mtp] + -(-divided[mtp] // tp) + sum(sorted(mine)[-together:] if mine else [])
+        return held[mtp] + sum(sorted(mine)[-together:] if mine else [])
 
-    return classes, cuts, {"weight_bytes_per_rank": per_rank(False), "mtp_weight_bytes_per_rank": per_rank(True)}
+    return classes, {"weight_bytes_per_rank": per_rank(False), "mtp_weight_bytes_per_rank": per_rank(True)}
 
 
 def _class_of(name: str, num_layers: Any) -> str:
@@ -224,54 +222,18 @@ def _class_of(name: str, num_layers: Any) -> str:
     return {"lm_head": "lm_head", "embed_tokens": "embedding"}.get(head, "other")
 
 
-def _cut_size(leaf: str, suffix: str, info: TensorInfo) -> int | None:
-    """The size that tensor parallelism divides, in features; None for what every rank holds whole."""
-    by_output = leaf in _CUT_BY_OUTPUT
-    if not by_output and leaf not in _CUT_BY_INPUT:
-        return None
-    if suffix == "trellis" and len(info.shape) == 3:
-        return info.shape[1 if by_output else 0] * TILE
-    if suffix == "weight" and len(info.shape) == 2:
-        return info.shape[0 if by_output else 1]
-    return None
-
-
-def _tp_problems(checkpoint: Checkpoint, config: ModelConfig, cuts: dict[tuple[str, str, int], str], tp: int) -> list[str]:
-    problems = []
-    if checkpoint.rank_sliced:
-        stored = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
-        if not isinstance(stored, int) or stored < 1 or stored % tp:
-            problems.append(f"experts are stored in slices for tp = {stored}, which tp = {tp} does not divide")
-    if tp == 1:
-        return problems
-    if config.num_heads % tp:
-        problems.append(f"num_attention_heads = {config.num_heads} is not divisible by tp = {tp}")
-    for (_, _, size), name in cuts.items():
-        if name.startswith(("lm_head.", "embed_tokens.")):
-            continue  # whole blocks of the vocabulary may be divided unevenly
-        quantized = name.endswith(".trellis")
-        logical = _logical_cut(config, name, size)
-        unit = HADAMARD if quantized else 1
-        if logical % (unit * tp):
-            rule = f"a rank's part must be a multiple of {HADAMARD}" if quantized else "ranks hold equal parts"
-            problems.append(f"{name}: {logical} features cannot be divided over tp = {tp} ({rule})")
-    return problems
-
-
-def _logical_cut(config: ModelConfig, name: str, stored: int) -> int:
-    """The features, before padding to 128, that the stored size of a matrix stands for."""
-    leaf = name.rpartition(".")[0].rpartition(".")[2]
-    if leaf in ("q_b_proj", "q_proj"):
-        return config.num_heads * config.head_dim
-    if leaf in ("k_proj", "v_proj"):
-        return config.num_kv_heads * config.head_dim
-    if leaf == "o_proj":
-        return config.num_heads * config.v_head_dim
-    if ".mlp.experts." in name:
-        return config.moe_intermediate_size
-    if ".mlp.shared_experts." in name:
-        return config.moe_intermediate_size * config.num_shared_experts
-    return config.intermediate_size if ".mlp." in name else stored
+def _parts(partition: Partition, config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """What a rank has of the matrices of a class, and of how much."""
+    c = config
+    routed = len(partition.moe) * len(partition.experts), c.moe_intermediate_size * c.num_experts
+    parts = {
+        "attention": (len(partition.heads), c.num_heads),
+        "dense mlp": (len(partition.dense), c.intermediate_size),
+        "routed experts": routed,
+        "shared experts": (len(partition.shared), c.moe_intermediate_size * c.num_shared_experts),
+        "lm_head": (len(partition.vocab), c.vocab_size),
+    }
+    return {name: part for name, part in parts.items() if part[1]}
 
 
 def _cache_memory(config: ModelConfig | None) -> dict[str, Any]:
@@ -324,6 +286,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if memory["kv_bytes_per_token"] is not None:
         line += f", cache {memory['kv_bytes_per_token']:,} bytes a token"
     yield line
+    if report["whole_on_every_rank"]:
+        yield f"whole on every rank: {', '.join(report['whole_on_every_rank'])}"
     yield f"runs at tp={report['tp']}: {'yes' if report['runs'] else 'no'}"
     for problem in report["problems"]:
         yield f"  {problem}"

@@ -55,9 +55,9 @@ class RankGroup:
 
     name = "ranks"
 
-    def __init__(self, shard: Shard, device: torch.device, store: dist.TCPStore, timeout: float):
+    def __init__(self, shard: Shard, device: torch.device, store: dist.Store, timeout: float):
         self.shard, self.device, self.timeout = shard, device, timeout
-        self.process_group: Any = dist.group.WORLD
+        self.process_group: Any = None
         self._state, self._activity = _IDLE, 0
         self.failed_first = False  # this rank left with an error before any other did
         self._watch = _Watch(self, store)
@@ -86,20 +86,25 @@ class RankGroup:
         limit = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(address, port, is_master=master, timeout=limit, wait_for_workers=False)
+            # a connection of its own for the watch: a main thread that waits in the store must not silence it
+            other = dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
         except (dist.DistError, RuntimeError) as error:
             found = " ".join(str(error).split())[:200]
             raise RankError(f"ranks: no store at {address}:{port} within {timeout:g} s ({found})") from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        names = dist.PrefixStore(f"exl3_triton/{attempt}", store)
+        attempt = f"exl3_triton/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        names = dist.PrefixStore(attempt, store)
         _meet(names, shard, limit)
+        group = cls(shard, device, dist.PrefixStore(f"{attempt}/watch", other), timeout)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        rank, size = shard.rank, shard.size
-        dist.init_process_group(backend, store=dist.PrefixStore("torch", names), rank=rank, world_size=size, timeout=_NEVER)
-        group = cls(shard, device, store, timeout)
-        if device.type == "cuda":  # a communicator that is made on first use could not be made inside a graph
-            torch.cuda.set_device(device)
-            dist.all_reduce(torch.zeros(1, device=device))
-            torch.cuda.synchronize(device)
+        where: dict[str, Any] = {"store": dist.PrefixStore("torch", names), "rank": shard.rank, "world_size": shard.size}
+        with group.waiting():
+            dist.init_process_group(backend, timeout=_NEVER, **where)
+            if device.type == "cuda":  # a communicator that is made on first use could not be made inside a graph
+                torch.cuda.set_device(device)
+                dist.all_reduce(torch.zeros(1, device=device))
+                torch.cuda.synchronize(device)
+        group.rest()
+        group.process_group = dist.group.WORLD
         return group
 
     @property
@@ -190,13 +195,11 @@ class RankGroup:
 class _Watch:
     """A thread that publishes this rank's state and judges those of the others."""
 
-    def __init__(self, group: RankGroup, store: dist.TCPStore):
+    def __init__(self, group: RankGroup, store: dist.Store):
         self._group = group
         self._interval = min(1.0, group.timeout / 20)
         self._keys = [f"state/{rank}" for rank in range(group.shard.size)]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # a connection of its own: a main thread that waits in the store must not silence this one
-        self._store = dist.PrefixStore(f"exl3_triton/{attempt}/watch", store.clone())  # type: ignore[attr-defined]
+        self._store = store
         self._beats = 0
         now = time.monotonic()
         # of each rank: beat, since when; activity and state, since when

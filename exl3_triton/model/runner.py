@@ -466,4 +466,5 @@ def describe(model: Transformer) -> str:
         kernels = f"triton {triton.__version__}; {kernel_paths(model)}"
     name = f" ({torch.cuda.get_device_name(model.device)})" if model.device.type == "cuda" else ""
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}"
+    ranks = f"; {model.partition.describe()}" if model.partition.shard.size > 1 else ""
+    return f"device {model.device}{name}, activations {dtype}, cache {dtype}, kernels: {kernels}{ranks}"
