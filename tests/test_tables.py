@@ -169,12 +169,9 @@ def test_blocks_of_a_plan_come_from_the_table_and_the_policy_wins(places):
     policy = DispatchPolicy()
     plan = plan_moe(GLM, max_tokens=4096, policy=policy, device=CARD)
     found = [(r.rows, r.block_m, r.split, r.block_k, r.registers, r.sequential, r.half) for r in plan.regimes]
-    assert found == [
-        (32, 16, 4, 64, 80, 0, 0),
-        (256, 32, 1, 64, 80, 0, 1),
-        (512, 64, 1, 64, 80, 0, 1),
-        (4096, 128, 1, 64, 80, 1, 1),
-    ]
+    assert found[:2] == [(32, 16, 4, 64, 80, 0, 0), (256, 32, 1, 64, 80, 0, 1)]
+    assert found[2:4] == [(512, 64, 1, 64, 80, 0, 1), (1024, 128, 1, 64, 80, 0, 1)]
+    assert found[4:] == [(2048, 128, 1, 0, 0, 0, 1), (4096, 128, 1, 0, 0, 1, 1)]  # no entries: the rules
     assert plan.replan(64).regimes[1].block_m == 32
     assert plan.schedule == type(plan.schedule).decode_ints(plan.schedule.encode())
     rules = plan_moe(GLM, max_tokens=4096, policy=policy)
