@@ -41,10 +41,7 @@ from .ops.tuning import Device, device_of
 _PREFIX = "EXL3_TRITON_"
 _UNPLANNED_ROWS = 4096  # rows at a time of calls without a plan
 _DECODE_BLOCK = 8
-DECODE_RANGE = 32
-"""The rows by which tables name the decode plan, whatever its window is."""
-PREFILL_RANGES = tuple(1 << i for i in range(6, 13))
-"""The most rows of the ranges that tables divide prefills into; the last one serves more rows as well."""
+DECODE_RANGE, *PREFILL_RANGES = tables.RANGES["moe"]
 _PREFILL_BLOCKS = (16, 32, 64, 128)
 _WAVE = 768  # programs of one wave of a large GPU: 6 on each of 128 multiprocessors
 
