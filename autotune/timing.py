@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from exl3_triton.model.costs import INSTRUCTIONS_PER_WEIGHT
 from exl3_triton.timing import header, microseconds
 
 __all__ = ["capture", "copies_for", "header", "interleaved", "limit_fraction", "microseconds", "versions", "warm_clocks"]
-
-INSTRUCTIONS_PER_WEIGHT = 5  # what decoding a weight costs at least: the third bound of `limit_fraction`
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
