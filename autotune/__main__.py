@@ -1,15 +1,11 @@
-"""`python -m autotune COMMAND`: launch parameters measured on a GPU, or predicted for one that need not be there.
-
-calibrate   data for the predictor, from this machine's GPU
-audit       what the compiler makes of the kernels on any GPU, without one
-"""
+"""Launch parameters, measured on a GPU or predicted for one that need not be there: `python -m autotune COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import audit, calibrate, tune
+from . import audit, calibrate, fit, tune
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -17,9 +13,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["audit"]:
         return audit.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m autotune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "audit OPTIONS: what the compiler makes of the kernels on any GPU (see autotune.audit)"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     tune.add_commands(commands)
+    fit.add_commands(commands)
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure data for the predictor"))
     args = parser.parse_args(argv)
     try:

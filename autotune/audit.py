@@ -1,9 +1,9 @@
 """What the compiler made of a kernel, for GPUs that need not be there: memory, registers, spills, instructions of the main
 loop.
 
-    python -m autotune --targets sm_90,sm_120 --formats mcg.2,mcg.3,mul1.2.5 --rows 1,16,64
-    python -m autotune --layouts        # every decode layout on every target: what `ops/layout.py` chooses from
-    python -m autotune --json ...       # one JSON object a line
+    python -m autotune audit --targets sm_90,sm_120 --formats mcg.2,mcg.3,mul1.2.5 --rows 1,16,64
+    python -m autotune audit --layouts        # every decode layout on every target: what `ops/layout.py` chooses from
+    python -m autotune audit --json ...       # one JSON object a line
 
 Registers and instructions come from the disassembled machine code (the tools in Triton's package), the rest from Triton's
 stages. A decoded weight should go from the codebook's arithmetic into the matrix instruction without leaving its thread, so
@@ -34,8 +34,9 @@ from triton.compiler import ASTSource
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops._dispatch import OVERLAP_ROWS
 from exl3_triton.ops.hadamard import _rotate_input_kernel
-from exl3_triton.ops.layout import layout_variant_for
+from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
 from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
+from exl3_triton.ops.modes import MODES, PARTS
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
 from exl3_triton.ops.tuning import Device, LinearConfig, select_linear
 
@@ -228,18 +229,20 @@ def audit_linear(
     n: int = 4096,
     split: int = 1,
     variant: int | None = None,
+    mode: str = "exact",
 ) -> AuditReport:
     """The product kernel of `ops.linear` for one matrix [k, n], with the settings that a call of `rows` rows uses."""
     twice_bits = round(2 * bits)
-    config = select_linear(rows, k, n // 128, Device(family_of(gpu), 1), twice_bits)
+    config = select_linear(rows, k, n // 128, Device(family_of(gpu), 1), twice_bits, int(codebook), mode)
     if config is None:
         raise ValueError(f"rows {rows}: the weights are decoded once there; audit the kernel `decode`")
-    launch = product_launch(gpu, k, n, twice_bits, codebook, config._replace(split=split), rows, variant)
+    launch = product_launch(gpu, k, n, twice_bits, codebook, config._replace(split=split), rows, variant, mode)
+    labels = {"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": launch[2]["VARIANT"]}
     return audit(
         *launch,
-        labels={"bits": bits, "codebook": codebook.label, "rows": rows, "split": split, "variant": launch[2]["VARIANT"]},
+        labels=labels | ({} if mode == "exact" else {"mode": mode}),
         weights_per_thread=128 * config.block_k // (32 * config.num_warps),
-        activation_bytes=2 * config.block_m * config.block_k,
+        activation_bytes=(2 if mode == "exact" else 4) * config.block_m * config.block_k,
     )
 
 
@@ -252,6 +255,7 @@ def product_launch(
     config: LinearConfig,
     rows: int,
     variant: int | None = None,
+    mode: str = "exact",
 ) -> tuple[Any, dict[str, Any], dict[str, Any], GPUTarget, dict[str, Any]]:
     """The arguments of `compile_for` for the product of `ops.linear`: one matrix, calls of `rows` rows."""
     constants = {
@@ -261,12 +265,21 @@ def product_launch(
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
         "SPLIT": config.split,
-        "VARIANT": layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant,
+        "VARIANT": (layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant)
+        | (WORD_ORDER if PARTS[mode] > 1 else 0),
         "PREFETCH": config.prefetch,
+        "PARTS": PARTS[mode],
+        "LOW": mode == "precise",
         "OVERLAP": overlaps(gpu) and rows <= OVERLAP_ROWS,
     }
-    signature: dict[str, Any] = {"xh": "*fp16", "exponents": "*i32", "words": ("*i32",)}
-    signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
+    whole = mode == "int8"
+    signature: dict[str, Any] = {
+        "xh": "*i8" if whole else "*fp16",
+        "exponents": "*i32",
+        "affine": "*fp32" if whole else "*i32",
+    }
+    signature |= {"words": ("*i32",), "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
+    signature |= {"partial": "*i32" if whole else "*fp32", "m": "i32"}
     options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers}
     return _product_kernel, signature, constants, gpu, options
 
@@ -274,7 +287,8 @@ def product_launch(
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
     constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": overlaps(gpu)}
-    signature = {"exponents": "*i32", "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",), "partial": "*fp32", "m": "i32"}
+    signature: dict[str, Any] = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
+    signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 
 
@@ -301,7 +315,7 @@ def family_of(gpu: GPUTarget) -> str:
 def audit_rotate_input(gpu: GPUTarget, *, k: int = 4096, matrices: int = 2) -> AuditReport:
     """The rotation of the activations, bf16 in."""
     variant = layout_variant_for(gpu.backend, gpu.arch)
-    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "OVERLAP": overlaps(gpu)}
+    constants = {"D": k, "K": k, "GROUPS": 4, "ALIGN": 8, "VARIANT": variant, "LOW": False, "OVERLAP": overlaps(gpu)}
     signature = {"x": "*bf16", "suh": ("*fp16",) * matrices, "xh": "*fp16", "exponents": "*i32", "stride": "i32"}
     return audit(_rotate_input_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"matrices": matrices})
 
@@ -352,10 +366,11 @@ def _line(report: AuditReport) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile the kernels for the chosen targets, rates, codebooks and row counts, and print a line for each."""
-    parser = argparse.ArgumentParser(prog="python -m autotune", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m autotune audit", description=main.__doc__)
     parser.add_argument("--targets", default=",".join(TARGETS), help="sm_NN or gfxNNN, comma-separated")
     parser.add_argument("--formats", default="mcg.3", help='codebook and bits a weight, such as mcg.3,mul1.2.5, or "all"')
     parser.add_argument("--rows", default="16", help="row counts of the linear kernel, comma-separated")
+    parser.add_argument("--mode", default="exact", choices=MODES, help="of the linear kernel (default exact)")
     parser.add_argument("--split", type=int, default=1, help="parts of k of the linear kernel (default 1)")
     parser.add_argument("--kernels", default="linear", help="of linear, reduce, rotate, decode, dequantize, comma-separated")
     parser.add_argument("--layouts", action="store_true", help="the linear kernel in all four decode layouts")
@@ -378,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
                 if "linear" in kernels:
                     for rows in map(int, args.rows.split(",")):
                         for variant in range(4) if args.layouts else (None,):
-                            yield audit_linear(gpu, bits, codebook, rows, split=args.split, variant=variant)
+                            yield audit_linear(gpu, bits, codebook, rows, split=args.split, variant=variant, mode=args.mode)
 
     for report in reports():
         derived = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import Tensor
 from exl3_triton import reference
 from exl3_triton.format import Codebook, ExpertProjection, ExpertWeights, TrellisWeight, padded_size
 from exl3_triton.plan import DispatchPolicy, MoePlan, MoeSpec
+from exl3_triton.timing import captured, durations
 
 from .features import Features, features_of
 from .problems import LinearProblem, MoeProblem, Problem
 from .space import Config, MoeConfig
-from .timing import capture, copies_for, interleaved
 
 # by name, because the ops have the names of their modules
 linear, moe = (importlib.import_module(f"exl3_triton.ops.{name}") for name in ("linear", "moe"))
@@ -26,6 +27,22 @@ TOLERANCE = 2e-3
 """Largest relative error (Frobenius norm) of a right candidate: fp16 activations and products of 11 bits give about 5e-4."""
 
 _ROUTES = 8  # sets of routes that a graph runs through; fewer where a call is long
+
+
+def copies_for(weight_bytes: int, *, at_least: int = 260_000_000) -> int:
+    """How many distinct weight sets exceed the cache several times over."""
+    return max(1, -(-at_least // weight_bytes))
+
+
+def interleaved(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median microseconds of each run, on warm clocks: in every round all of them once, in alternating order."""
+    times: list[list[float]] = [[] for _ in runs]
+    durations(runs[0], "cuda", repeats=1, warmup_seconds=0.2)
+    for turn in range(rounds):
+        order = range(len(runs))
+        for i in order if turn % 2 == 0 else reversed(order):
+            times[i] += durations(runs[i], "cuda", repeats=1, warmup_seconds=0)
+    return [statistics.median(each) for each in times]
 
 
 def random_matrix(k: int, n: int, bits: float, codebook: Codebook, device: str = "cuda") -> TrellisWeight:
@@ -79,7 +96,7 @@ class Bench:
     def time(self, configs: list[Any], rounds: int = 15) -> list[float]:
         """Microseconds of a call with each of the configs, interleaved."""
         lists = [self.calls(config) for config in configs]
-        return interleaved([capture(calls) for calls in lists], len(lists[0]), rounds=rounds)
+        return [us / len(lists[0]) for us in interleaved([captured(calls) for calls in lists], rounds)]
 
 
 class LinearBench(Bench):

@@ -111,8 +111,7 @@ def run(out: Path, jobs: int, seconds: float) -> int:
     import torch
 
     from exl3_triton.ops.tuning import device_of
-
-    from .timing import header
+    from exl3_triton.timing import header
 
     started = time.monotonic()
     device = device_of(torch.device("cuda"))

@@ -44,6 +44,8 @@ class Parameters:
     sync: float = 60.0  # barriers and the matrix instruction's latency
     access: float = 2.0  # a 128-byte access of the memory pipe
     spill: float = 8.0  # an access to local memory
+    mma: float = 1.3  # a matrix instruction's time over that of the data sheet's rate
+    turns: float = 1.3  # how decoding and multiplying overlap: 1 not at all
     narrow: float = 32.0  # tokens that a matrix instruction costs at least
     sharp: float = 3.0  # exponent of the joint of throughput and latency
     partial: float = 1.0  # cost of partial sums, in passes through L2
@@ -120,10 +122,11 @@ def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
         w * 32 * s.fma / machine.fma,
         w * 32 * s.half / machine.half,
         w * (q.access * s.memory + q.spill * s.spilled),
-        2 * 128 * tokens * p.block_k / machine.tensor,
     )
-    # what the pipes cannot overlap perfectly: a high norm instead of the maximum
+    # pipes do not overlap perfectly, so a high norm instead of the maximum; decoding and multiplying take turns
     busy = sum(pipe**6 for pipe in pipes) ** (1 / 6)
+    multiply = q.mma * 2 * 128 * tokens * p.block_k / machine.tensor
+    busy = (busy**q.turns + multiply**q.turns) ** (1 / q.turns)
     wait = (q.ahead if p.ahead else q.load) + q.sync + q.chain * s.total
     each = max(1.0, programs / machine.processors)
     crowd = min(most, each)

@@ -176,8 +176,7 @@ def measure(args: argparse.Namespace) -> int:
     import torch
 
     from exl3_triton.ops.tuning import device_of
-
-    from .timing import versions
+    from exl3_triton.timing import header
 
     todo = wanted(args)
     if not torch.cuda.is_available():
@@ -185,7 +184,8 @@ def measure(args: argparse.Namespace) -> int:
         return 2
     started = time.monotonic()
     device = device_of(torch.device("cuda"))
-    present = versions()
+    facts = header("cuda")
+    present = {name: facts[name] for name in ("torch", "triton", "driver")}
     have: dict[str, Any] = {}
     for op in {problem.op for problem, _ in todo}:
         empty = tables.Table(op, device.name, device.capability, device.processors, {})

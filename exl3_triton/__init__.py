@@ -14,11 +14,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops as ops
+    from ._warmup import warmup as warmup
     from .format import Codebook as Codebook
     from .format import ExpertWeights as ExpertWeights
     from .format import FormatError as FormatError
     from .format import TrellisWeight as TrellisWeight
     from .model.layers import Exl3Linear as Exl3Linear
+    from .model.rank_group import RankGroup as RankGroup
     from .model.runner import LLM as LLM
     from .model.sampling import SamplingParams as SamplingParams
     from .model.transformer import Transformer as Transformer
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from .plan import MoePlan as MoePlan
     from .plan import MoeSpec as MoeSpec
     from .plan import plan_moe as plan_moe
-    from .warmup import warmup as warmup
 
 _EXPORTS = {
     "Codebook": ".format",
@@ -36,12 +37,13 @@ _EXPORTS = {
     "LLM": ".model.runner",
     "MoePlan": ".plan",
     "MoeSpec": ".plan",
+    "RankGroup": ".model.rank_group",
     "SamplingParams": ".model.sampling",
     "Transformer": ".model.transformer",
     "TrellisWeight": ".format",
     "load": ".model.transformer",
     "plan_moe": ".plan",
-    "warmup": ".warmup",
+    "warmup": "._warmup",
 }
 __all__ = [*sorted(_EXPORTS), "ops"]
 

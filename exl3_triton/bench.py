@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
-from .format import Codebook, ExpertWeights
+from .format import Codebook
 from .kv_format import PAGE, head_planes, latent_format, pack_heads, pack_latents
 from .model.cache import Batch, GroupedCache, KVCache, LatentCache, pages_for
 from .model.checkpoint import read_json_object
 from .model.config import ModelConfig
 from .model.costs import Cost, Work, head_costs, limit_us, pass_costs
 from .model.dummy import dummy_model, first_layers, one_rank
-from .model.layers import Exl3Linear
+from .model.layers import Exl3Linear, PlainExperts
 from .model.memory import cache_pages
+from .model.moe import MoE
 from .model.transformer import Transformer, choose_dtype, load
 from .timing import captured, durations, header
 
@@ -108,13 +109,12 @@ def stored_formats(model: Transformer) -> dict[str, Any]:
     """Mean K of all quantized matrices but the output head, and their codebooks; None where nothing is quantized."""
     words, weights, codebooks = 0, 0, set()
     for module in model.blocks.modules():
-        experts = getattr(module, "experts", None)
         if isinstance(module, Exl3Linear):
             words += module.trellis.numel()
             weights += module.weight.padded_in * module.weight.padded_out
             codebooks.add(module.codebook.label)
-        elif isinstance(experts, ExpertWeights):
-            for each in experts.projections:
+        elif isinstance(module, MoE) and not isinstance(module.experts, PlainExperts):
+            for each in (projection for part in module.experts for projection in part.projections):
                 words += each.words.numel()
                 weights += each.num_experts * each.padded_in * each.padded_out
                 codebooks |= {Codebook(codebook).label for _, _, codebook in each.layout}

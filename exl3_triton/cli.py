@@ -2,7 +2,8 @@
 
 Only results go to stdout (text as it is generated, reports); loading, the line that names device and kernels, and statistics
 go to stderr. Exit codes: 0; 1 where `inspect` finds that the checkpoint will not run; 2 for bad input or options; 130 after
-Ctrl-C; 141 when the reader of stdout went away.
+Ctrl-C; 141 when the reader of stdout went away; 3 where another rank failed. Under torchrun the ranks run one model
+together, and rank 0 alone reads and prints.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from .model.rank_group import RankGroup
     from .model.runner import LLM, Output
     from .model.sampling import SamplingParams
 
@@ -41,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")
+    group: RankGroup | None = None
     try:
-        code: int = arguments.run(arguments)
+        with contextlib.ExitStack() as stack:
+            group = arguments.group = _join(arguments, stack)
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -52,9 +57,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the interpreter flushes stdout at exit; without this it would report the same error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
-        _note(f"error: {' '.join(str(error).split())}")
-        return 2
+    except (ValueError, OSError, FloatingPointError, ImportError, RuntimeError) as error:
+        from .model.rank_group import RankError
+
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError):
+            raise
+        # the same mistake on all ranks is told once
+        if group is None or group.rank == 0 or group.failed_first:
+            rank = f"rank {_rank()}: " if _rank() else ""
+            print(f"{rank}error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 3 if isinstance(error, RankError) else 2
+
+
+def _rank() -> int:
+    """This process's number among those that torchrun started."""
+    return int(os.environ.get("RANK", "0")) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+
+
+def _join(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> RankGroup | None:
+    """The ranks that run this command together, where torchrun started several; only rank 0 has a stdout."""
+    if "rank_timeout" not in arguments:
+        return None
+    from .model.rank_group import RankGroup, launched_ranks
+
+    if launched_ranks() == 1:
+        return None
+    if arguments.device == "cuda":
+        _device_and_dtype(arguments)
+    if _rank():
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+    return stack.enter_context(RankGroup.from_env(arguments.device, timeout=arguments.rank_timeout))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,6 +167,24 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
+    cut = commands.add_parser(
+        "slice",
+        help="cut the experts of an EXL3 checkpoint for tensor parallelism",
+        description="Write a rank-sliced copy: routed experts in slices for T ranks, lossless; call again to resume.",
+    )
+    cut.add_argument("source", type=Path, metavar="SRC", help="a plain EXL3 checkpoint")
+    cut.add_argument("destination", type=Path, metavar="DST", help="a new directory, or an unfinished copy")
+    cut.add_argument("--tp", type=int, required=True, metavar="T", help="number of slices")
+    cut.set_defaults(run=_slice)
+
+    verify = commands.add_parser(
+        "verify",
+        help="read a checkpoint whole: hashes, completeness, finite values",
+        description="Exit code 0: sound; 1: something is wrong, each thing on a line; 2: not a checkpoint.",
+    )
+    verify.add_argument("model", type=Path, metavar="DIR", help="checkpoint directory")
+    verify.set_defaults(run=_verify)
+
     bench = commands.add_parser(
         "bench",
         help="speed of prefill and decode steps",
@@ -189,6 +240,18 @@ def _model_argument(parser: argparse.ArgumentParser) -> None:
 def _load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="activations (default: the device's)")
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="under torchrun: divide the routed experts over the ranks by number, not by width",
+    )
+    parser.add_argument(
+        "--rank-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="under torchrun: seconds within which all ranks end after one died or hangs (default: 60)",
+    )
 
 
 def _speculate_argument(parser: argparse.ArgumentParser) -> None:
@@ -276,6 +339,8 @@ def _device_and_dtype(arguments: argparse.Namespace) -> tuple[str, torch.dtype |
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: found cuda, but torch sees no GPU; use cpu")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.group is not None:
+        device = str(arguments.group.device)
     return device, getattr(torch, arguments.dtype) if arguments.dtype else None
 
 
@@ -283,7 +348,7 @@ def _open(arguments: argparse.Namespace) -> LLM:
     from .model.runner import LLM
 
     device, dtype = _device_and_dtype(arguments)
-    names = ("speculate", "kv", "graphs", "cache_tokens", "gpu_memory")
+    names = ("speculate", "kv", "graphs", "cache_tokens", "gpu_memory", "group", "expert_parallel")
     options = {name: getattr(arguments, name) for name in names}
     llm = LLM(arguments.model, device=device, dtype=dtype, **options)
     _note(f"{arguments.model}: {llm.describe()}")
@@ -294,7 +359,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     params = _sampling_params(arguments, arguments.logprobs)
     prompt = arguments.prompt
     if prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")
+        prompt = _from_rank_0(arguments, lambda: sys.stdin.read().removesuffix("\n"))
     if not prompt:
         raise ValueError("--prompt: empty")
     llm = _open(arguments)
@@ -310,7 +375,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     llm = _open(arguments)
     opening = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     messages = list(opening)
-    while (line := _ask()) is not None:
+    while (line := _from_rank_0(arguments, _ask)) is not None:
         if line == "/exit":
             break
         if line == "/reset":
@@ -329,6 +394,12 @@ def _chat(arguments: argparse.Namespace) -> int:
         _print("\n")
         messages = [*turn, {"role": "assistant", "content": reply}]
     return 0
+
+
+def _from_rank_0(arguments: argparse.Namespace, read: Callable[[], Any]) -> Any:
+    """What `read` gives on rank 0, which alone has the user's stdin; on all ranks."""
+    group = arguments.group
+    return read() if group is None else group.broadcast(read() if group.rank == 0 else None)
 
 
 def _ask() -> str | None:
@@ -403,7 +474,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     models = []
     for path in (arguments.model, arguments.against):
         if path is not None:
-            models.append(load(path, device=device, dtype=dtype))
+            ranks = {"group": arguments.group, "expert_parallel": arguments.expert_parallel}
+            models.append(load(path, device=device, dtype=dtype, **ranks))
             _note(f"{path}: {describe(models[-1])}")
 
     result: dict[str, Any] = {"model": str(arguments.model), "windows": len(windows), "context": windows.shape[1] - 1}
@@ -437,6 +509,34 @@ def _inspect(arguments: argparse.Namespace) -> int:
     report = inspect_checkpoint(arguments.model, tp=arguments.tp)
     _print((json.dumps(report, indent=2) if arguments.json else format_report(report)).rstrip("\n") + "\n")
     return 0 if report["runs"] else 1
+
+
+def _slice(arguments: argparse.Namespace) -> int:
+    if arguments.tp < 1:
+        raise ValueError(f"--tp: found {arguments.tp}, required an integer >= 1")
+    from .model.slicing import slice_checkpoint
+
+    done = slice_checkpoint(arguments.source, arguments.destination, arguments.tp)
+    kept = f", {done.kept} kept from an earlier run" if done.kept else ""
+    _print(
+        f"{arguments.destination}: layers {done.layers[0]}..{done.layers[1]} in slices for tp={done.tp}; "
+        f"{done.written} files written ({done.bytes / 1e9:.2f} GB){kept}\n"
+    )
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .model.verify import verify_checkpoint
+
+    report = verify_checkpoint(arguments.model)
+    for note in report.notes:
+        _note(note)
+    for problem in report.problems:
+        _print(f"{problem}\n")
+    hashed = "no manifest" if report.hashed is None else f"{report.hashed} files hashed"
+    state = "sound" if report.sound else f"{len(report.problems)} problems"
+    _print(f"{report.path}: {report.tensors:,} tensors, {report.bytes / 1e9:.2f} GB, {hashed}: {state}\n")
+    return 0 if report.sound else 1
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -498,4 +598,5 @@ def _print(text: str) -> None:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if not _rank():
+        print(text, file=sys.stderr, flush=True)

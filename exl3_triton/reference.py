@@ -42,18 +42,19 @@ def _wide(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def codebook_values(codebook: Codebook) -> Tensor:
-    """fp16 [65536]: the weight that each 16-bit trellis state stands for."""
+def codebook_values(codebook: Codebook, rounded: bool = True) -> Tensor:
+    """fp16 [65536]: the weight that each 16-bit trellis state stands for; fp32, not `rounded`: before its rounding to fp16."""
     state = torch.arange(1 << 16, dtype=torch.int64)
     if codebook is Codebook.MUL1:
         product = state * 0x83DCD12D & 0xFFFFFFFF
         byte_sum = torch.stack([product >> shift & 0xFF for shift in (0, 8, 16, 24)]).sum(0)
         scale, offset = torch.tensor([0x1EEE, 0xC931 - 0x10000], dtype=torch.int16).view(torch.float16).double()
-        return ((1024 + byte_sum).double() * scale + offset).to(torch.float16)  # exact before the only rounding
+        values = (1024 + byte_sum).double() * scale + offset  # exact, in fp32 too
+        return values.to(torch.float16 if rounded else torch.float32)
     product = state * 89226354 + 64248484 if codebook is Codebook.THREE_INST else state * 0xCBAC1FED
     product = (product & 0x8FFF8FFF) ^ 0x3B603B60
     halves = torch.stack([product & 0xFFFF, product >> 16 & 0xFFFF]).to(torch.uint16).view(torch.float16)
-    return halves[0] + halves[1]
+    return halves[0] + halves[1] if rounded else halves[0].float() + halves[1].float()
 
 
 @functools.cache
@@ -77,12 +78,15 @@ def trellis_states(trellis: Tensor) -> Tensor:
     return ((words[..., first] << 32 | words[..., last]) >> (32 * (last + 1) - end)) & 0xFFFF
 
 
-def decode(trellis: Tensor, codebook: Codebook) -> Tensor:
-    """fp16 [in, out]: the stored (rotated-basis) weights of trellis int16 [in/16, out/16, 16K], bit-exact."""
+def decode(trellis: Tensor, codebook: Codebook, rounded: bool = True) -> Tensor:
+    """fp16 [in, out]: the stored (rotated-basis) weights of trellis int16 [in/16, out/16, 16K], bit-exact.
+
+    rounded=False: fp32, the codebook's values before their rounding to fp16, which no mode but "split" and "int8" uses.
+    """
     rows, columns, _ = trellis.shape
-    values = codebook_values(codebook).to(trellis.device)
+    values = codebook_values(codebook, rounded).to(trellis.device)
     row, column = (index.to(trellis.device) for index in tile_position())
-    weight = torch.empty(rows, TILE, columns, TILE, dtype=torch.float16, device=trellis.device)
+    weight = torch.empty(rows, TILE, columns, TILE, dtype=values.dtype, device=trellis.device)
     for band in range(rows):  # a band of tiles at a time bounds the int64 scratch
         weight[band, row, :, column] = values[trellis_states(trellis[band])].T
     return weight.view(rows * TILE, columns * TILE)
@@ -148,20 +152,35 @@ def round_rows(x: Tensor) -> Tensor:
     return (x * scale).to(torch.float16).to(x.dtype) / scale
 
 
-def _matmul(x: Tensor, weight: TrellisWeight, storage: Tensor, index: int) -> Tensor:
+def int8_rows(x: Tensor) -> Tensor:
+    """x [..., n] rounded to the 255 steps of int8, one scale a row: a 127th of its largest magnitude."""
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-35) / 127
+    return torch.floor(x / step + 0.5) * step
+
+
+def _matmul(x: Tensor, weight: TrellisWeight, storage: Tensor, index: int, mode: str = "exact") -> Tensor:
     x = _wide(x)
-    if _gpu_rounding.get():
-        padded = F.pad(x, (0, weight.padded_in - x.shape[-1])) * weight.suh.to(x)
-        inner = round_rows(rotate(padded)) @ decode(weight.trellis, weight.codebook).to(x.dtype)
+    approximate = mode in ("split", "int8")
+    if approximate or (_gpu_rounding.get() and mode == "exact"):
+        inner = rotate(F.pad(x, (0, weight.padded_in - x.shape[-1])) * weight.suh.to(x))
+        if _gpu_rounding.get() or mode == "int8":
+            inner = round_rows(inner)
+        if mode == "int8":
+            inner = int8_rows(inner)
+        inner = inner @ decode(weight.trellis, weight.codebook, rounded=not approximate).to(x.dtype)
         return (rotate(inner) * weight.svh.to(x))[..., : weight.out_features]
     if x.dtype == torch.float64:
         return x @ dense_weight(weight, x.dtype)
     return x @ _dense_cache.get(storage, index, lambda: dense_weight(weight))
 
 
-def linear(x: Tensor, weight: TrellisWeight) -> Tensor:
-    """x [..., in] -> [..., out]: y = rotate(rotate(x * suh) @ W_rotated) * svh + bias, in float32 or float64."""
-    y = _matmul(x, weight, weight.trellis, 0)
+def linear(x: Tensor, weight: TrellisWeight, mode: str = "exact") -> Tensor:
+    """x [..., in] -> [..., out]: y = rotate(rotate(x * suh) @ W_rotated) * svh + bias, in float32 or float64.
+
+    mode: "exact"; "precise", the same without `gpu_rounding`; "split", weights that are not rounded to fp16; "int8", those
+    and rotated activations rounded by `int8_rows`.
+    """
+    y = _matmul(x, weight, weight.trellis, 0, mode)
     return y if weight.bias is None else y + weight.bias[: weight.out_features].to(y)
 
 

@@ -77,6 +77,7 @@ class Fabricated:
     def __init__(self, *, quantized=True, bits=3, codebook=Codebook.MCG, dtype=torch.bfloat16, **config):
         self.config = {**json.loads(json.dumps(CONFIG)), **config}
         self.dtype, self.quantized, self.bits, self.codebook = dtype, quantized, bits, codebook
+        self.files: dict[str, dict] = {}  # further JSON files
         self.tensors: dict[str, torch.Tensor] = {}
         c = self.config
         hidden, vocab = c["hidden_size"], c["vocab_size"]
@@ -139,13 +140,56 @@ class Fabricated:
         for expert in range(c["n_routed_experts"]):
             self.mlp(f"{prefix}.mlp.experts.{expert}", c["moe_intermediate_size"])
 
+    def rank_slice(self, tp, *, bits=3, codebook=Codebook.MCG, shared_h=False):
+        """Puts slices for `tp` ranks in the place of all routed experts, each with values of its own.
+
+        bits: one rate; a list, of which the experts have one each in turn (`tier_bitmap.json` says so); or a dict by
+        projection.
+        """
+        c = self.config
+        hidden, width, experts = c["hidden_size"], c["moe_intermediate_size"] // tp, c["n_routed_experts"]
+        last = c["num_hidden_layers"] + c["num_nextn_predict_layers"] - 1
+        span = [c["mlp_layer_types"].index("sparse"), last]
+        for name in self.matching(".mlp.experts."):
+            del self.tensors[name]
+        for layer in range(span[0], last + 1):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            for projection in ("gate_proj", "up_proj", "down_proj"):
+                sizes = (width, hidden) if projection == "down_proj" else (hidden, width)
+                common = "svh" if projection == "down_proj" else "suh"
+                for rank in range(tp):
+                    for expert in range(experts):
+                        rate = bits[projection] if isinstance(bits, dict) else bits
+                        rate = rate[expert % len(rate)] if isinstance(rate, list) else rate
+                        name = f"{prefix}.{expert}.{projection}.rank{rank}"
+                        matrix = exl3_matrix(name, *sizes, rate, codebook)
+                        if shared_h:
+                            vector = matrix.pop(f"{name}.{common}")
+                            self.tensors[f"{prefix}.shared_h.{projection}.rank{rank}.{common}"] = vector
+                        self.tensors |= matrix
+        section = {"format": "exl3-trellis", "bits": bits, "codebook": codebook.label, "experts_per_layer": experts}
+        parts = f"{{trellis|suh|svh|{codebook.label}}}"
+        section |= {"moe_layers": span, "tp": tp, "rotation_layout": "shared_h_v1" if shared_h else "per_expert_v1"}
+        section["tensor_schema"] = f"model.layers.{{L}}.mlp.experts.{{E}}.{{gate_proj|up_proj|down_proj}}.rank{{r}}.{parts}"
+        if shared_h:
+            section["shared_h_tensor_schema"] = "model.layers.{L}.mlp.experts.shared_h.{proj}.rank{r}.{suh|svh}"
+        if isinstance(bits, dict):
+            section |= {"bits": "mixed_tensor", "k_values": sorted(set(bits.values()))}
+        if isinstance(bits, list):
+            section |= {"bits": "mixed", "k_values": sorted(set(bits)), "bits_per_expert": "tier_bitmap.json:k"}
+            rates = [bits[expert % len(bits)] for expert in range(experts)]
+            self.files["tier_bitmap.json"] = {str(layer): {"k": rates} for layer in range(span[0], last + 1)}
+        self.config["hybrid_tr3_tail"] = section
+        return self
+
     def matching(self, text):
         return [name for name in self.tensors if text in name]
 
     def write(self, directory: Path, shards: int = 1) -> Path:
         """config.json and one `model.safetensors`, or several shards with their index."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config))
+        for name, content in {"config.json": self.config, **self.files}.items():
+            (directory / name).write_text(json.dumps(content))
         names = sorted(self.tensors)
         if shards == 1:
             save_file(self.tensors, directory / "model.safetensors")

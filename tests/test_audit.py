@@ -16,7 +16,7 @@ TARGETS = (*IN_REGISTERS, "sm_100", "gfx942", "gfx1100", "gfx1201")
 
 
 def run_audit(*options):
-    """Reports of `python -m autotune` as dictionaries."""
+    """Reports of `python -m autotune audit` as dictionaries."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "autotune.audit", "--json", *options]
@@ -73,6 +73,15 @@ def test_audit_counts_instructions_of_the_main_loop(representative):
             assert report["loop"] == {}
 
 
+@pytest.mark.parametrize(("mode", "formats"), [("precise", "mcg.3"), ("split", "3inst.3"), ("int8", "mul1.2.5")])
+def test_audit_of_the_modes(mode, formats):
+    """The summands of a weight, too, stay in the registers of the thread that decoded them."""
+    reports = run_audit("--targets", "sm_80,sm_90,sm_120", "--formats", formats, "--mode", mode)
+    assert [report["labels"]["mode"] for report in reports] == [mode] * 3
+    check_limits(reports)
+    check_decode(reports)
+
+
 def test_audit_of_the_other_kernels():
     reports = run_audit("--targets", "sm_90,sm_120,gfx942", "--kernels", "rotate,reduce,decode,dequantize")
     assert len(reports) == 3 * (1 + 1 + 1 + 2)
@@ -105,6 +114,14 @@ def test_audit_of_every_format(name):
     reports = run_audit("--targets", name, "--formats", "all", "--kernels", "linear,dequantize")
     check_limits(reports)
     check_decode([report for report in reports if report["kernel"] == "product"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_audit_of_every_row_bucket_of_the_modes(name):
+    for mode, formats in (("precise", "mcg.3,mul1.4,3inst.8"), ("split", "mcg.3,3inst.8"), ("int8", "mul1.3.5,mul1.8")):
+        options = ("--formats", formats, "--mode", mode, "--rows", "1,32,64,200", "--split", "4")
+        check_limits(run_audit("--targets", name, *options))
 
 
 @pytest.mark.slow

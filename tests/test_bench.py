@@ -169,7 +169,7 @@ def test_every_weight_of_a_step_is_counted_once():
     cache = sum(cost.bytes for cost in costs if cost.name in ("attention", "index scores"))
     assert cache == 3 * 80 * 80 * 4 + 2 * 80 * 32 * 4  # rows of 80 in three layers, index keys of 32 in two
     experts = [block.feed_forward.experts for block in list(model.blocks)[1:]]
-    held = sum(each.nbytes for e in experts for p in e.projections for each in (p.words, p.suh, p.svh))
+    held = sum(each.nbytes for (e,) in experts for p in e.projections for each in (p.words, p.suh, p.svh))
     apart = ("embedding", "rope_table", "correction_bias", "norm", "norm_weight", "norm_bias")
     held += sum(b.nbytes for name, b in model.named_buffers() if not name.removesuffix(".weight").endswith(apart))
     assert sum(cost.bytes for cost in costs + head) - cache == pytest.approx(held, rel=1e-6)

@@ -23,8 +23,7 @@ def parameters(model):
     """Logical parameters, routers' correction biases not counted, as the published figures have it."""
     total, apart = 0, ("rope_table", "correction_bias")
     for module in model.modules():
-        experts = getattr(module, "experts", None)
-        if isinstance(experts, ExpertWeights):
+        for experts in getattr(module, "experts", ()):
             total += 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
         if isinstance(module, Exl3Linear):
             total += module.in_features * module.out_features + (0 if module.bias is None else module.out_features)
@@ -56,11 +55,11 @@ def test_what_is_quantized():
     model = dummy_model(TINY, max_context=64, bits=2.5, codebook=Codebook.MUL1)
     plain = {name for name, module in model.named_modules() if isinstance(module, PlainLinear)}
     assert plain == {f"blocks.{i}.attention.indexer.{part}" for i in (0, 1) for part in ("wk", "weights_proj")}
-    experts = model.blocks[1].feed_forward.experts
+    (experts,) = model.blocks[1].feed_forward.experts
     assert {(rate, book) for p in experts.projections for _, rate, book in p.layout} == {(5, Codebook.MUL1)}
     bare = dummy_model(TINY, max_context=64, experts_only=True)
     assert not [module for module in bare.modules() if isinstance(module, Exl3Linear)]
-    assert isinstance(bare.blocks[1].feed_forward.experts, ExpertWeights)
+    assert isinstance(bare.blocks[1].feed_forward.experts[0], ExpertWeights)
 
 
 @pytest.mark.parametrize("codebook", list(Codebook))

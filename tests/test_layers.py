@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import exl3_triton
 from exl3_triton import Exl3Linear, reference
 from exl3_triton.format import Codebook
 
@@ -95,6 +96,7 @@ def test_import_needs_neither_triton_nor_a_gpu():
 import sys
 sys.modules["triton"] = None
 import torch, exl3_triton
+import exl3_triton
 from exl3_triton import Exl3Linear, LLM, MoePlan, load, ops
 from exl3_triton.format import Codebook
 layer = Exl3Linear.empty(128, 128, 3, Codebook.MCG)
@@ -109,3 +111,10 @@ with override_backend("triton"):
         raise AssertionError("ran kernels without Triton")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_public_names_stay_what_they_are():
+    """A submodule of a public name's own name would take its place once it is imported."""
+    for name in set(exl3_triton.__all__) - {"ops"}:
+        assert getattr(exl3_triton, name) is getattr(exl3_triton, name)
+        assert callable(getattr(exl3_triton, name))

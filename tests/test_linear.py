@@ -22,11 +22,11 @@ SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
 AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
 
 
-def launch(x, weights, config=None, out_dtype=None):
+def launch(x, weights, config=None, out_dtype=None, mode="exact"):
     """The launcher itself, to force a configuration."""
     fields = ([w.trellis for w in weights], [w.suh for w in weights], [w.svh for w in weights], [w.bias for w in weights])
     codebooks, sizes = [int(w.codebook) for w in weights], [w.out_features for w in weights]
-    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config)
+    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config, mode)
 
 
 def plain(weight):
@@ -340,7 +340,9 @@ def test_every_row_of_a_matrix_comes_back_on_a_gpu(bits, codebook):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("k", "n"), [(6144, 2048), (2048, 6144), (384, 2304), (4096, 128), (6144, 512), (512, 4352)])
+@pytest.mark.parametrize(
+    ("k", "n"), [(6144, 2048), (2048, 6144), (384, 2304), (4096, 128), (6144, 512), (512, 4352), (384, 128256)]
+)
 @pytest.mark.parametrize("m", [1, 5, 16, 40, 300])
 def test_linear_of_large_matrices(k, n, m):
     weight = random_weight(3, Codebook.MCG, k, n, "cuda")

@@ -129,7 +129,7 @@ def test_trunk_and_draft_share_no_scratch(device, triton_backend):
     model = exl3_triton.load(DEMO, device=device, dtype=torch.float32, progress=False, mtp=True)
     model.plan_experts()
     trunk, draft = model.blocks[1].feed_forward, model.mtp.block.feed_forward
-    assert isinstance(draft.experts, ExpertWeights)
+    assert isinstance(draft.experts[0], ExpertWeights)
     assert trunk.bound is model.blocks[-1].feed_forward.bound
     arenas = [layer.bound.arena for layer in (trunk, draft)]
     first, second = sorted((arena.data_ptr(), arena.numel()) for arena in arenas)
@@ -137,11 +137,11 @@ def test_trunk_and_draft_share_no_scratch(device, triton_backend):
     x = torch.randn(1, model.config.hidden_size, device=device)
     routes = torch.tensor([[5, 2]], device=device, dtype=torch.int32), torch.tensor([[0.7, 0.3]], device=device)
     with torch.inference_mode():
-        expected = [layer.bound(x, layer.experts, *routes) for layer in (trunk, draft)]
+        expected = [layer.bound(x, layer.experts[0], *routes) for layer in (trunk, draft)]
         for layer, wanted, other in ((trunk, 0, 1), (draft, 1, 0)):
             arenas[other].fill_(0xFF)  # NaN as fp16 and fp32, -1 as an integer
             poisoned = arenas[other].clone()
-            assert torch.equal(layer.bound(x, layer.experts, *routes), expected[wanted])
+            assert torch.equal(layer.bound(x, layer.experts[0], *routes), expected[wanted])
             assert torch.equal(arenas[other], poisoned)
     assert expected[0].norm() > 0
     assert expected[1].norm() > 0

@@ -17,6 +17,7 @@ from .. import ops
 from .cache import Batch, LatentCache
 from .config import ModelConfig
 from .layers import RMSNorm, linears
+from .parallel import Partition
 
 INDEX_NORM_EPS = 1e-6
 
@@ -56,32 +57,39 @@ class Indexer(nn.Module):
 
 
 class MLA(nn.Module):
-    """One attention layer: it attends to everything, or to what its indexer or that of an earlier layer selected."""
+    """One attention layer: it attends to everything, or to what its indexer or that of an earlier layer selected.
+
+    A rank has some of the heads, and the latents, their cache and the indexer whole.
+    """
 
     kv_a_norm: Tensor
     w_uk: Tensor
     w_uv: Tensor
 
-    def __init__(self, config: ModelConfig, source: Any, layer: int):
+    def __init__(self, config: ModelConfig, source: Any, layer: int, partition: Partition):
         super().__init__()
-        self.config = c = config
-        name = f"layers.{layer}.self_attn"
+        self.config, c = partition.local(config), config
+        self.group = partition.group_of(partition.heads, c.num_heads)
+        name, heads = f"layers.{layer}.self_attn", partition.heads
+        queries = range(heads.start * c.head_dim, heads.stop * c.head_dim)
+        values = range(heads.start * c.v_head_dim, heads.stop * c.v_head_dim)
         self.q_a = self.q_a_norm = None
         if c.q_lora_rank is None:
-            self.q_b = source.linear(f"{name}.q_proj", c.hidden_size, c.num_heads * c.head_dim)
+            self.q_b = source.linear(f"{name}.q_proj", c.hidden_size, c.num_heads * c.head_dim, outputs=queries)
         else:
             self.q_a = source.linear(f"{name}.q_a_proj", c.hidden_size, c.q_lora_rank)
             self.q_a_norm = RMSNorm(source.tensor(f"{name}.q_a_layernorm.weight", (c.q_lora_rank,)), c.latent_norm_eps)
-            self.q_b = source.linear(f"{name}.q_b_proj", c.q_lora_rank, c.num_heads * c.head_dim)
+            self.q_b = source.linear(f"{name}.q_b_proj", c.q_lora_rank, c.num_heads * c.head_dim, outputs=queries)
         self.kv_a = source.linear(f"{name}.kv_a_proj_with_mqa", c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)
         self.register_buffer("kv_a_norm", source.tensor(f"{name}.kv_a_layernorm.weight", (c.kv_lora_rank,)))
-        kv_b_shape = (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
-        kv_b = source.tensor(f"{name}.kv_b_proj.weight", kv_b_shape)
-        kv_b = rearrange(kv_b, "(head d) c -> head d c", head=c.num_heads)
+        each = c.qk_nope_head_dim + c.v_head_dim
+        rows = slice(heads.start * each, heads.stop * each)
+        kv_b = source.tensor(f"{name}.kv_b_proj.weight", (c.num_heads * each, c.kv_lora_rank), part=(rows,))
+        kv_b = rearrange(kv_b, "(head d) c -> head d c", head=len(heads))
         w_uk, w_uv = kv_b.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         self.register_buffer("w_uk", w_uk.contiguous())
         self.register_buffer("w_uv", w_uv.contiguous())
-        self.o = source.linear(f"{name}.o_proj", c.num_heads * c.v_head_dim, c.hidden_size)
+        self.o = source.linear(f"{name}.o_proj", c.num_heads * c.v_head_dim, c.hidden_size, inputs=values)
         self.indexer = Indexer(c, source, f"{name}.indexer") if c.owns_indexer(layer) else None
 
     def forward(
@@ -113,4 +121,5 @@ class MLA(nn.Module):
             q_nope = ops.head_matmul(q_nope, self.w_uk)
             o, _ = ops.mla_decode(q_nope, q_rope, latent, *place, selected, **limits)
             o = ops.head_matmul(o, self.w_uv.transpose(1, 2))
-        return self.o(rearrange(o, "token head v -> token (head v)"), torch.float32), selected
+        out = self.o(rearrange(o, "token head v -> token (head v)"), torch.float32)
+        return ops.all_reduce(out, self.group), selected

@@ -1,7 +1,7 @@
 """A checkpoint directory, opened from its headers alone: everything about the files that can be refused is refused here.
 
-The header of every safetensors file is parsed here (8-byte length, then JSON), which is quick for hundreds of thousands of
-tensors; data is read through the safetensors library.
+The header of every safetensors file is parsed here (8-byte length, then JSON) and its data mapped, which is quick for
+hundreds of thousands of tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import mmap
 import os
 import re
 import struct
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..format import FormatError, canonical_name
@@ -286,30 +286,38 @@ def _tensor_info(file: str, name: str, entry: Any, data_start: int, data_bytes: 
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint; every file is opened once and stays open until the context ends."""
+    """Reads tensors of one checkpoint; every file is mapped once, until the context ends and no tensor needs it."""
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._files: dict[str, Any] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._maps.clear()
         self._files.clear()
         self._stack.close()
 
     def read(self, info: TensorInfo) -> Tensor:
-        """The tensor on the CPU, mapped from the file where its alignment allows (read-only by convention), else copied."""
+        """The tensor on the CPU, mapped from the file where its alignment allows, else copied."""
+        dtype = info.torch_dtype
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
         try:
-            if info.file not in self._files:
-                self._files[info.file] = self._stack.enter_context(safe_open(self._directory / info.file, framework="pt"))
-            tensor = self._files[info.file].get_tensor(info.name)
-        except (SafetensorError, OSError) as error:
+            if info.file not in self._maps:
+                self._maps[info.file] = _map(self._directory / info.file)
+            # headers need not be padded, so that data may start at any byte
+            if info.offset % dtype.itemsize:
+                raw = torch.frombuffer(self._maps[info.file], dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+                return raw.clone().view(dtype).view(info.shape)
+            count = info.nbytes // dtype.itemsize
+            return torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.offset).view(info.shape)
+        except (OSError, ValueError) as error:
             raise FormatError(f"{self._directory / info.file}: {info.name} cannot be read ({error})") from error
-        # headers need not be padded, so that data may start at any byte
-        return tensor.clone() if tensor.data_ptr() % max(tensor.element_size(), 1) else tensor
 
     def read_small(self, infos: Iterable[TensorInfo], gap: int = 4096) -> Iterator[tuple[TensorInfo, bytes]]:
         """The raw bytes of many small tensors, in file order; neighbours less than `gap` bytes apart share one read."""
@@ -323,10 +331,15 @@ class TensorReader:
                 yield info, raw
 
     def _raw(self, file: str) -> BinaryIO:
-        key = f"{file}\0raw"
-        if key not in self._files:
-            self._files[key] = self._stack.enter_context((self._directory / file).open("rb"))
-        return self._files[key]
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context((self._directory / file).open("rb"))
+        return self._files[file]
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The file, mapped; what is written to a tensor over it stays in memory and never reaches the file."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _pread(file: BinaryIO, start: int, length: int) -> bytes:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..format import ExpertWeights
 from .attention import MLA
 from .cache import GroupedCache, KVCache, LatentCache
 from .gqa import GQA
-from .layers import Exl3Linear, PlainLinear
+from .layers import Exl3Linear, PlainExperts, PlainLinear
 from .moe import MoE
 from .transformer import Transformer
 
@@ -153,11 +152,12 @@ def _mla(attention: MLA, cache: LatentCache | GroupedCache, work: Work) -> list[
 def _experts(moe: MoE, rows: int) -> list[Cost]:
     """Router and routed experts; of E experts evenly random routes of `rows` tokens reach E (1 - (1 - k / E) ** rows)."""
     c, experts = moe.config, moe.experts
-    if isinstance(experts, ExpertWeights):
-        whole = sum(each.nbytes for p in experts.projections for each in (p.words, p.suh, p.svh))
-        decoded = float(sum(p.num_experts * p.padded_in * p.padded_out for p in experts.projections))
-    else:
+    if isinstance(experts, PlainExperts):
         whole, decoded = bytes_of(experts), 0.0
+    else:
+        projections = [projection for part in experts for projection in part.projections]
+        whole = sum(each.nbytes for p in projections for each in (p.words, p.suh, p.svh))
+        decoded = float(sum(p.num_experts * p.padded_in * p.padded_out for p in projections))
     reached = 1 - (1 - c.experts_per_token / c.num_experts) ** rows
     flops = 6.0 * rows * c.experts_per_token * c.hidden_size * c.moe_intermediate_size
     router = Cost("router", moe.gate.nbytes, 2.0 * rows * c.num_experts * c.hidden_size)

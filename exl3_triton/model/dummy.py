@@ -19,6 +19,8 @@ from ..reference import codebook_values
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
 from .loader import FP32_NAMES
+from .parallel import Partition, Shard
+from .rank_group import RankGroup
 from .transformer import Transformer, choose_dtype
 
 HEAD_BITS = 6  # ExLlamaV3's default for the output head
@@ -76,8 +78,9 @@ class DummySource:
     """Gives a model random weights, with the interface of `loader.WeightSource`.
 
     device: where they are made and stay, "meta" for sizes alone. dtype: of plain weights. bits: K of all matrices but the
-    output head, which has `HEAD_BITS`. experts_only: everything but the routed experts stays plain. The same seed gives the
-    same weights on the same kind of device. Raises ValueError for a rate that does not exist or not with this codebook.
+    output head, which has `HEAD_BITS`. experts_only: everything but the routed experts stays plain. partition: the part of a
+    rank, whose weights are other random ones than in the whole. The same seed gives the same weights on the same kind of
+    device. Raises ValueError for a rate that does not exist or not with this codebook.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class DummySource:
         codebook: Codebook = Codebook.MCG,
         experts_only: bool = False,
         seed: int = 0,
+        partition: Partition | None = None,
     ):
         if 2 * bits not in TWICE_BITS:
             raise ValueError(f"bits: found {bits:g}, required 1..8, 1.5, 2.5 or 3.5")
@@ -97,25 +101,35 @@ class DummySource:
             raise ValueError(f"bits: found {bits:g} with codebook {codebook.label}: half rates exist for mul1 only")
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.bits, self.codebook, self.experts_only = bits, codebook, experts_only
+        self.partition = partition
         self._std = float(codebook_values(codebook).float().std())
         self._random = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
 
     def tensor(
-        self, name: str, shape: Iterable[int], *, dtype: torch.dtype | None = None, optional: bool = False
+        self,
+        name: str,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype | None = None,
+        optional: bool = False,
+        part: tuple[slice, ...] = (),
     ) -> Tensor | None:
         """Norms are 1, biases 0, embeddings and matrices [out, in] random. None where it is optional."""
         if optional:
             return None
         if dtype is None:
             dtype = torch.float32 if name.endswith(FP32_NAMES) else self.dtype
-        shape = tuple(shape)
+        shape = tuple(torch.empty(tuple(shape), device="meta")[part].shape)
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith("norm.weight")), dtype=dtype, device=self.device)
         random = torch.empty(shape, dtype=dtype, device=self.device)
         return random.normal_(std=1.0 if "embed_tokens" in name else shape[-1] ** -0.5, generator=self._random)
 
-    def linear(self, name: str, in_features: int, out_features: int) -> nn.Module:
+    def linear(
+        self, name: str, in_features: int, out_features: int, *, inputs: range | None = None, outputs: range | None = None
+    ) -> nn.Module:
         """Quantized, or plain where ExLlamaV3 leaves it so; q, k and v have a bias where the config says so."""
+        in_features, out_features = len(inputs or range(in_features)), len(outputs or range(out_features))
         bias = self.config.attention_bias and name.endswith(_BIASED)
         if self.experts_only or name.endswith(_PLAIN):
             weight = self.tensor(f"{name}.weight", (out_features, in_features))
@@ -130,13 +144,25 @@ class DummySource:
 
     def lm_head(self, hidden_size: int, vocab_size: int, *, tied: bool, embedding: Tensor) -> nn.Module:
         """The output head; the embedding [vocab, hidden] where the model is tied."""
-        return PlainLinear(embedding, None) if tied else self.linear("lm_head", hidden_size, vocab_size)
+        rows = range(vocab_size) if self.partition is None else self.partition.vocab
+        if tied:
+            return PlainLinear(embedding[rows.start : rows.stop], None)
+        return self.linear("lm_head", hidden_size, vocab_size, outputs=rows)
 
     def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights | PlainExperts:
         """The routed experts of one layer, all of one rate and codebook."""
+        if self.partition is not None:
+            num_experts, intermediate_size = len(self.partition.experts), len(self.partition.moe)
         wide, narrow = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
         gate, up, down = (self._projection(num_experts, *sizes) for sizes in (wide, wide, narrow))
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=intermediate_size)
+
+    def expert_slices(
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> tuple[ExpertWeights, ...] | PlainExperts:
+        """The same as the only slice."""
+        whole = self.experts(name, num_experts, hidden_size, intermediate_size)
+        return whole if isinstance(whole, PlainExperts) else (whole,)
 
     def _projection(self, num_experts: int, in_features: int, out_features: int) -> ExpertProjection:
         formats = [(int(2 * self.bits), int(self.codebook))] * num_experts
@@ -168,9 +194,12 @@ def dummy_model(
     dtype: torch.dtype | None = None,
     max_context: int,
     mtp: bool = False,
+    group: RankGroup | None = None,
+    shard: Shard | None = None,
+    expert_parallel: bool = False,
     **options: Any,
 ) -> Transformer:
-    """A model of this geometry with random weights; device and dtype as in `load`, options as in `DummySource`.
+    """A model of this geometry with random weights; arguments as in `load`, options as in `DummySource`.
 
     max_context: positions to prepare for. Raises ValueError as `DummySource` does, and for a max_context that the model lacks.
     """
@@ -180,5 +209,9 @@ def dummy_model(
     if not 1 <= max_context <= limit:
         raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings)")
     with torch.inference_mode(False):
-        source = DummySource(config, device, dtype, **options)
-        return Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp).eval()
+        shard, name = (shard, None) if group is None else (group.shard, group.name)
+        partition = Partition.of(config, shard, expert_parallel=expert_parallel, group=name)
+        source = DummySource(config, device, dtype, partition=partition, **options)
+        model = Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp).eval()
+    model.group = group
+    return model

@@ -88,7 +88,8 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             for size in reversed(self._sizes):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                # the threads that watch over communicators may ask about events meanwhile
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     result = step(size)
                 self._graphs[key, size] = graph, result
         for buffer, before in zip(buffers, saved, strict=True):

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from ..format import HADAMARD, TILE
+from ..format import HADAMARD, TILE, FormatError
 from .checkpoint import Checkpoint, TensorInfo, paused_garbage_collection
 from .config import FAMILIES, ModelConfig, text_config
 from .loader import FP32_NAMES, WeightSource, mtp_prefixes
+from .mtp import FAMILIES as MTP_FAMILIES
+from .mtp import copies_of_the_trunk
+from .rank_sliced import RankSliced
 from .transformer import Transformer
 
 CLASSES = (
@@ -76,17 +79,18 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     except ValueError as error:
         problems.append(str(error))
     classes, cuts, memory = _survey(checkpoint, config, tp)
+    sliced = _rank_sliced(checkpoint, problems)
     if config is not None:
         problems += _tp_problems(checkpoint, config, cuts, tp)
         try:
-            _preflight(checkpoint, config)
+            preflight(checkpoint, config)
         except ValueError as error:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
     if tp > 1:
         problems.append(f"tp = {tp}: this version runs a model on one device")
     total = sum(each.bytes for each in classes.values())
     parameters = sum(each.parameters for each in classes.values())
-    stored_tp = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
     hints = checkpoint.quantization_config or {}
     return {
         "path": str(checkpoint.path),
@@ -101,7 +105,7 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
         "codebooks": sorted({codebook for each in classes.values() for codebook in each.codebooks}),
         "quantized": [name for name, each in classes.items() if each.quantized_matrices],
         "unquantized": [name for name, each in classes.items() if each.bytes and not each.quantized_matrices],
-        "rank_sliced": {"tp": stored_tp, "ranks": list(checkpoint.ranks)} if checkpoint.rank_sliced else None,
+        "rank_sliced": sliced,
         "declared": {key: hints[key] for key in ("quant_method", "bits", "head_bits", "codebook", "version") if key in hints},
         "tp": tp,
         "memory": memory | _cache_memory(config),
@@ -110,12 +114,44 @@ def _inspect(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     }
 
 
-def _preflight(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Exactly the checks that `load` makes before it reads weights."""
+def _rank_sliced(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any] | None:
+    """The set of rank-sliced experts: what it should be and whether it is there; None for other checkpoints."""
+    if not checkpoint.rank_sliced:
+        return None
+    stored_tp = (checkpoint.rank_sliced_config or {}).get("tp", len(checkpoint.ranks))
+    report: dict[str, Any] = {"tp": stored_tp, "ranks": list(checkpoint.ranks), "complete": False}
+    try:
+        described = RankSliced.describe(checkpoint)
+        assert described is not None  # the checkpoint is rank-sliced
+        rates = sorted(described.allowed)
+        report |= {
+            "layers": [described.layers[0], described.layers[-1]],
+            "experts": described.num_experts,
+            "codebook": described.codebook.label,
+            "rates": [rate // 2 if rate % 2 == 0 else rate / 2 for rate in rates],
+            "layout": described.layout,
+            "tensors": sum(1 for layer in described.layers for _ in described.names(layer)),
+            "missing": len(described.missing(checkpoint.tensors)),
+        }
+        RankSliced.of(checkpoint)
+        report["complete"] = True
+    except FormatError as error:
+        problems.append(str(error))
+    return report
+
+
+def stores_mtp(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the checkpoint brings a next-token layer that `load(..., mtp=True)` would take."""
+    known = config.model_type in MTP_FAMILIES and config.num_mtp_layers == 1
+    return known and any(name.startswith(f"layers.{config.num_layers}.") for name in checkpoint.tensors)
+
+
+def preflight(checkpoint: Checkpoint, config: ModelConfig, *, mtp: bool = False) -> None:
+    """Exactly the checks that `load` makes of headers before it reads weights; raises FormatError."""
     dtype = torch.float16
     with WeightSource(checkpoint, "meta", dtype) as headers:
-        Transformer(config, headers, dtype=dtype, max_context=1)
-        headers.finish(mtp_prefixes(config))
+        Transformer(config, headers, dtype=dtype, max_context=1, mtp=mtp)
+        headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
 
 
 def _survey(
@@ -259,7 +295,16 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     if report["rank_sliced"]:
         sliced = report["rank_sliced"]
-        yield f"rank-sliced, tp={sliced['tp']} (ranks found: {', '.join(map(str, sliced['ranks'])) or 'none'})"
+        if "layout" in sliced:
+            first, last = sliced["layers"]
+            state = "complete" if sliced["complete"] else f"NOT complete ({sliced['missing']:,} missing)"
+            yield (
+                f"rank-sliced for tp={sliced['tp']}, {sliced['layout']}: layers {first}..{last}, "
+                f"{sliced['tensors']:,} tensors, {state}"
+            )
+        else:
+            ranks = ", ".join(map(str, sliced["ranks"])) or "none"
+            yield f"rank-sliced, tp={sliced['tp']} (ranks found: {ranks}), without a sound description"
     if report["declared"]:
         yield "declared: " + ", ".join(f"{key} {value}" for key, value in report["declared"].items())
     yield ""

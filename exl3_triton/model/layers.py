@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..format import Codebook, TrellisWeight, padded_size
+from ..ops.modes import check_mode
 
 
 class Exl3Linear(nn.Module):
@@ -19,7 +20,8 @@ class Exl3Linear(nn.Module):
     Its `state_dict` has the checkpoint's names (`trellis`, `suh`, `svh`, `mcg` or `mul1`, `bias`), so a plain EXL3
     checkpoint loads with `load_state_dict`. `.to(device)` moves it; the storage types never change, whatever dtype is asked.
 
-    weight: the matrix; build an unwritten one of a known geometry with `Exl3Linear.empty`.
+    weight: the matrix; build an unwritten one of a known geometry with `Exl3Linear.empty`. mode: of `ops.linear`, also to be
+    changed later. Raises ValueError for a mode that the matrix's codebook does not know.
     """
 
     trellis: Tensor
@@ -27,8 +29,10 @@ class Exl3Linear(nn.Module):
     svh: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: TrellisWeight):
+    def __init__(self, weight: TrellisWeight, mode: str = "exact"):
+        check_mode("Exl3Linear", mode, [weight])
         super().__init__()
+        self.mode = mode
         self.in_features, self.out_features, self.codebook = weight.in_features, weight.out_features, weight.codebook
         for name in ("trellis", "suh", "svh", "bias"):
             self.register_buffer(name, getattr(weight, name))
@@ -74,11 +78,12 @@ class Exl3Linear(nn.Module):
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [..., in_features], fp16, bf16 or fp32 -> [..., out_features] in `out_dtype` (default: x's)."""
-        return ops.linear(x, self.weight, out_dtype=out_dtype)
+        return ops.linear(x, self.weight, out_dtype=out_dtype, mode=self.mode)
 
     def extra_repr(self) -> str:
         w = self.weight
-        return f"{w.in_features}, {w.out_features}, bits={w.bits}, codebook={w.codebook.label}, bias={w.bias is not None}"
+        text = f"{w.in_features}, {w.out_features}, bits={w.bits}, codebook={w.codebook.label}, bias={w.bias is not None}"
+        return text if self.mode == "exact" else f"{text}, mode={self.mode}"
 
 
 class PlainLinear(nn.Module):
@@ -112,9 +117,11 @@ class PlainExperts(nn.Module):
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module], out_dtype: torch.dtype) -> list[Tensor]:
-    """Several linear layers over one input; quantized ones share their launches."""
-    if all(isinstance(layer, Exl3Linear) for layer in layers):
-        return ops.linears(x, [layer.weight for layer in layers], out_dtype=out_dtype)  # type: ignore[misc]
+    """Several linear layers over one input; quantized ones of one mode share their launches."""
+    modes = {layer.mode if isinstance(layer, Exl3Linear) else None for layer in layers}
+    mode = modes.pop()
+    if mode is not None and not modes:
+        return ops.linears(x, [layer.weight for layer in layers], out_dtype=out_dtype, mode=mode)  # type: ignore[misc]
     return [layer(x, out_dtype) for layer in layers]
 
 
@@ -137,15 +144,21 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); intermediates in fp32, since their products pass fp16's range in real models."""
+    """down(silu(gate(x)) * up(x)); intermediates in fp32, since their products pass fp16's range in real models.
 
-    def __init__(self, source: Any, name: str, hidden_size: int, intermediate_size: int):
+    part: the intermediate features that this rank has; group: over which the outputs are summed, where not by the caller.
+    """
+
+    def __init__(
+        self, source: Any, name: str, hidden_size: int, intermediate_size: int, part: range, group: str | None = None
+    ):
         super().__init__()
-        self.gate = source.linear(f"{name}.gate_proj", hidden_size, intermediate_size)
-        self.up = source.linear(f"{name}.up_proj", hidden_size, intermediate_size)
-        self.down = source.linear(f"{name}.down_proj", intermediate_size, hidden_size)
+        self.gate = source.linear(f"{name}.gate_proj", hidden_size, intermediate_size, outputs=part)
+        self.up = source.linear(f"{name}.up_proj", hidden_size, intermediate_size, outputs=part)
+        self.down = source.linear(f"{name}.down_proj", intermediate_size, hidden_size, inputs=part)
+        self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> fp32 [T, hidden]."""
         gate, up = linears(x, [self.gate, self.up], torch.float32)
-        return self.down(ops.swiglu(gate, up), torch.float32)
+        return ops.all_reduce(self.down(ops.swiglu(gate, up), torch.float32), self.group)

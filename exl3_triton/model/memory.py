@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..format import ExpertWeights
 from ..kv_format import PAGE
 from ..ops import attention, gqa, indexer, prefill
 from ..ops.linear import SCRATCH_ELEMENTS
@@ -53,13 +52,14 @@ def weight_bytes(model: Transformer) -> int:
     """Bytes of all weights and tables, those of the next-token layer included; also of a model on the meta device."""
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     layers = [module.experts for module in model.modules() if isinstance(module, MoE)]
-    slabs = [projection for each in layers if isinstance(each, ExpertWeights) for projection in each.projections]
+    slices = [each for layer in layers if isinstance(layer, tuple) for each in layer]
+    slabs = [projection for each in slices for projection in each.projections]
     return buffers + sum(part.nbytes for slab in slabs for part in (slab.words, slab.table, slab.suh, slab.svh))
 
 
 def arena_bytes(model: Transformer, device: torch.device | None = None) -> int:
     """Bytes of the experts' scratch, which is allocated once, on a device (default: the model's)."""
-    return sum(plan.arena_bytes for _, plan in model.expert_plans(device))
+    return sum(max(plan.arena_bytes for _, plan in stack) for stack in model.expert_plans(device))
 
 
 @dataclass(frozen=True)

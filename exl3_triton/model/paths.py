@@ -26,7 +26,7 @@ def kernel_paths(model: Transformer, device: Device | None = None) -> str:
         parts.append(f"linear blocks of {', '.join(blocks)} rows, {above}")
     plans = model.expert_plans()
     if plans:
-        blocks = [f"{each.block_m} to {each.rows}" for each in plans[0][1].regimes]
+        blocks = [f"{each.block_m} to {each.rows}" for each in plans[0][0][1].regimes]
         parts.append(f"expert blocks of {', '.join(blocks)} tokens")
     if any(isinstance(module, PlainExperts) for module in model.modules()):
         parts.append("unquantized experts one by one")

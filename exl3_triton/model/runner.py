@@ -12,6 +12,7 @@ grammars (`grammar.py`) live on the host, and their masks go to the device befor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .graphs import DecodeGraphs, use_graphs
 from .memory import cache_pages
 from .paths import kernel_paths
 from .prompts import Prompt, as_list, tokens_of
+from .rank_group import RankGroup
 from .rows import DecodeRows, prefill_batch
 from .sampling import Sampled, SamplingBatch, SamplingParams, resolve_seed, sample
 from .scheduler import Chunk, Scheduler, SchedulerStats
@@ -42,7 +44,8 @@ class LLM:
 
     Args:
         model: checkpoint directory, or a loaded `Transformer`.
-        device, dtype, overrides, progress: as `exl3_triton.load`; for a directory only.
+        device, dtype, overrides, progress, group, expert_parallel: as `exl3_triton.load`; for a directory only. Ranks of a
+            group make the same calls, and get the same tokens; seeds that are not given are drawn by rank 0.
         max_context: most positions of one sequence, prompt and output together. Default: what the model allows, at most 8192.
         cache_tokens: positions in the KV cache, shared by all sequences, rounded up to pages of 64. Default: on a GPU what is
             left beside weights and scratch (`memory`), at most `max_batch` full contexts; elsewhere one full context. More
@@ -90,6 +93,8 @@ class LLM:
         graphs: bool | None = None,
         prefix_caching: bool = True,
         tokenizer: Tokenizer | None = None,
+        group: RankGroup | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         for name, value in (
             ("max_context", max_context),
@@ -121,7 +126,7 @@ class LLM:
         if isinstance(model, (str, Path)):
             if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
                 tokenizer = Tokenizer.from_dir(model)
-            target = torch.device("cpu" if device is None else device)
+            target = torch.device(device or ("cpu" if group is None else group.device))
             model = load(
                 model,
                 device=target,
@@ -129,11 +134,15 @@ class LLM:
                 overrides=overrides,
                 max_context=max_context,
                 mtp=speculate > 0,
+                group=group,
+                expert_parallel=expert_parallel,
                 progress=progress is not False,
                 check=lambda sizes: pages(sizes, target),
             )
-        elif not (device is dtype is overrides is progress is None):
-            raise ValueError("device, dtype, overrides and progress act on loading; this model is loaded already")
+        elif not (device is dtype is overrides is progress is group is None) or expert_parallel:
+            raise ValueError(
+                "device, dtype, overrides, progress, group and expert_parallel act on loading; this model is loaded already"
+            )
         if max_context is not None and max_context > model.max_context:
             raise ValueError(f"max_context: found {max_context}, the model allows at most {model.max_context} positions")
         context = max_context or min(model.max_context, DEFAULT_CONTEXT)
@@ -215,7 +224,16 @@ class LLM:
                 raise ValueError(f"params: found {len(each)}, required one, or one for each of the {len(listed)} prompts")
         sequences = [self._sequence(index, prompt, p, chat) for index, (prompt, p) in enumerate(zip(listed, each))]
         self._check_idle()
+        self._agree(sequences)
         return self._run(sequences)
+
+    def _agree(self, sequences: Sequence[SequenceState]) -> None:
+        """All ranks draw what rank 0 draws, and work on the same prompts."""
+        group = self.model.group
+        if group is not None:
+            group.agree("prompts and parameters", [(sequence.tokens, sequence.params) for sequence in sequences])
+            for sequence, seed in zip(sequences, group.broadcast([sequence.seed for sequence in sequences])):
+                sequence.seed = seed
 
     def describe(self) -> str:
         """One line: device, dtypes, the cache and the kernels in use."""
@@ -223,6 +241,12 @@ class LLM:
         graphs = "" if self._graphs is None else ", decode steps as CUDA graphs"
         size = f"{self.cache.tokens_per_gib} tokens a GiB of cache, {(self.cache.num_pages - 1) * PAGE} in all"
         return f"{describe(self.model)}{packed}, {size}{graphs}"
+
+    def _with_caller(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.model.group is None else self.model.group.idle()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.model.group is None else self.model.group.waiting()
 
     def _check_idle(self) -> None:
         if self._busy:
@@ -280,13 +304,16 @@ class LLM:
                     self._rows.add_pages(added)
                 else:
                     self._load(scheduler.decoding)
-                yield from outputs
+                with self._with_caller():
+                    yield from outputs
         except FloatingPointError:
             self._allocator.forget()  # whatever brought NaN may be in pages that others would take over
             raise
         finally:
             scheduler.clear()
             self._busy = False
+            if self.model.group is not None:
+                self.model.group.rest()
 
     @torch.inference_mode()
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Output]:
@@ -402,7 +429,9 @@ class LLM:
         packed: of `pack`, with two more columns in a speculative step: each sequence's next drafts, and how many it has
         verified.
         """
-        tokens, logprobs, columns = unpack(packed.cpu(), 1 if each == 1 else 3)
+        with self._waiting():
+            packed = packed.cpu()
+        tokens, logprobs, columns = unpack(packed, 1 if each == 1 else 3)
         starts = range(0, len(tokens), each)
         found = [[row for row in range(start, start + each) if tokens[row] != NOTHING] for start in starts]
         for sequence, rows in zip(sequences, found):

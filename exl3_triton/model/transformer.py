@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..format import ExpertWeights
 from ..plan import MoePlan, MoeSpec, default_policy, plan_moe
 from .attention import MLA
@@ -18,10 +19,12 @@ from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .gqa import GQA
-from .layers import GatedMLP, RMSNorm
+from .layers import GatedMLP, PlainExperts, RMSNorm
 from .loader import WeightSource, mtp_prefixes
 from .moe import MoE
 from .mtp import MTP, check_mtp, copies_of_the_trunk, mtp_layer_config
+from .parallel import Partition, Shard
+from .rank_group import RankGroup
 
 DEFAULT_MAX_CONTEXT = 65536  # bounds the rope table where a model's own limit is a million tokens
 PREFILL_ROWS = 2048  # rows that the experts' arena holds at once, unless the environment says otherwise
@@ -38,15 +41,18 @@ def rope_table(config: ModelConfig, length: int, device: torch.device | str) -> 
 class Block(nn.Module):
     """x += attention(norm(x)); x += feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, source: Any, layer: int):
+    def __init__(self, config: ModelConfig, source: Any, layer: int, partition: Partition):
         super().__init__()
         name, eps = f"layers.{layer}", config.rms_norm_eps
         self.input_norm = RMSNorm(source.tensor(f"{name}.input_layernorm.weight", (config.hidden_size,)), eps)
-        self.attention = MLA(config, source, layer) if config.kv_lora_rank else GQA(config, source, layer)
+        self.attention = (MLA if config.kv_lora_rank else GQA)(config, source, layer, partition)
         self.post_norm = RMSNorm(source.tensor(f"{name}.post_attention_layernorm.weight", (config.hidden_size,)), eps)
-        dense = config.layer_kinds[layer] == "dense"
-        width = config.intermediate_size
-        self.feed_forward = GatedMLP(source, f"{name}.mlp", config.hidden_size, width) if dense else MoE(config, source, layer)
+        if config.layer_kinds[layer] == "dense":
+            group = partition.group_of(partition.dense, config.intermediate_size)
+            sizes = (config.hidden_size, config.intermediate_size)
+            self.feed_forward: nn.Module = GatedMLP(source, f"{name}.mlp", *sizes, partition.dense, group)
+        else:
+            self.feed_forward = MoE(config, source, layer, partition)
 
 
 class Transformer(nn.Module):
@@ -54,6 +60,8 @@ class Transformer(nn.Module):
 
     The residual stream is fp32; normed activations, queries and the cache have `dtype`. `max_context` positions have rope
     table rows: longer sequences are refused by whoever builds the batch. `mtp` is the next-token layer, where it was loaded.
+    `partition`: what of it is here, the rest being other ranks'; `group`: they and this one, None where there are none. All
+    ranks must call with the same arguments, and get the same logits.
     """
 
     embedding: Tensor
@@ -62,14 +70,16 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, source: Any, *, dtype: torch.dtype, max_context: int, mtp: bool = False):
         super().__init__()
         self.config, self.dtype, self.max_context = config, dtype, max_context
+        self.partition: Partition = source.partition or Partition.of(config)
+        self.group: RankGroup | None = None
         hidden = config.hidden_size
         self.register_buffer("embedding", source.tensor("embed_tokens.weight", (config.vocab_size, hidden)))
-        self.blocks = nn.ModuleList(Block(config, source, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, source, layer, self.partition) for layer in range(config.num_layers))
         self.norm = RMSNorm(source.tensor("norm.weight", (hidden,)), config.rms_norm_eps)
         self.lm_head = source.lm_head(hidden, config.vocab_size, tied=config.tie_word_embeddings, embedding=self.embedding)
         self.register_buffer("rope_table", rope_table(config, max_context, self.embedding.device), persistent=False)
-        block = Block(mtp_layer_config(config), source, config.num_layers) if mtp else None
-        self.mtp = MTP(config, source, block, dtype=dtype) if block is not None else None
+        block = Block(mtp_layer_config(config), source, config.num_layers, self.partition) if mtp else None
+        self.mtp = MTP(self.partition.local(config), source, block, dtype=dtype) if block is not None else None
         if self.device.type not in ("cpu", "meta"):
             self.plan_experts()
 
@@ -82,22 +92,33 @@ class Transformer(nn.Module):
 
         The two never share scratch: their steps may be captured separately. `load` calls this on a GPU.
         """
-        for layers, plan in self.expert_plans():
-            bound = plan.bind(plan.new_arena(self.device))
-            for layer in layers:
-                layer.bound = bound
+        for stack in self.expert_plans():
+            arena = max((plan for _, plan in stack), key=lambda plan: plan.arena_bytes).new_arena(self.device)
+            for layers, plan in stack:
+                bound = plan.bind(arena)
+                for layer in layers:
+                    layer.bound = bound
 
-    def expert_plans(self, device: torch.device | None = None) -> list[tuple[list[MoE], MoePlan]]:
-        """The layers that share a plan, with it, for a device (default: the model's); long prefills run in slices of
-        PREFILL_ROWS.
+    def expert_plans(self, device: torch.device | None = None) -> list[list[tuple[list[MoE], MoePlan]]]:
+        """For every arena the layers that share a plan, with it: as a rule one plan, more where slices differ in size.
+
+        device: what the plans are for (default: the model's). Longer prefills run in slices of PREFILL_ROWS.
         """
-        groups = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
-        layers = [[block.feed_forward for block in blocks if isinstance(block.feed_forward, MoE)] for blocks in groups]
-        quantized = [[layer for layer in each if isinstance(layer.experts, ExpertWeights)] for each in layers]
-        return [(each, self._plan(each, device or self.device)) for each in quantized if each]
+        stacks = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
+        found = []
+        for blocks in stacks:
+            groups: dict[tuple[int, int], list[MoE]] = {}
+            for block in blocks:
+                layer = block.feed_forward
+                if isinstance(layer, MoE) and not isinstance(layer.experts, PlainExperts):
+                    groups.setdefault((layer.experts[0].hidden_size, layer.experts[0].intermediate_size), []).append(layer)
+            if groups:
+                found.append([(layers, self._plan(layers, device or self.device)) for layers in groups.values()])
+        return found
 
     def _plan(self, layers: list[MoE], device: torch.device) -> MoePlan:
-        specs = [MoeSpec.of(cast(ExpertWeights, layer.experts), self.config.experts_per_token) for layer in layers]
+        slices = [experts for layer in layers for experts in cast(tuple[ExpertWeights, ...], layer.experts)]
+        specs = [MoeSpec.of(experts, self.config.experts_per_token) for experts in slices]
         rates = sorted({rate for spec in specs for rate in spec.rates})
         codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
         policy = default_policy()
@@ -111,7 +132,7 @@ class Transformer(nn.Module):
 
     def new_cache(self, num_pages: int, *, kv: str = "bf16") -> KVCache:
         """An empty cache of `num_pages` pages of 64 tokens, of which page 0 is reserved; kv as in `KVCache.allocate`."""
-        return KVCache.allocate(self.config, num_pages, dtype=self.dtype, device=self.device, kv=kv)
+        return KVCache.allocate(self.partition.local(self.config), num_pages, dtype=self.dtype, device=self.device, kv=kv)
 
     def draft(self, batch: Batch, hidden: Tensor, cache: KVCache) -> Tensor:
         """`MTP.forward` with the trunk's embedding and rope table; the states go into `compute_logits` like the trunk's."""
@@ -134,7 +155,7 @@ class Transformer(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocab] logits of hidden states [n, hidden]."""
-        return self.lm_head(hidden, torch.float32)
+        return ops.gather_columns(self.lm_head(hidden, torch.float32), *self.partition.head_columns(self.config.vocab_size))
 
     def decode_step(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, cache: KVCache, max_context: int
@@ -162,7 +183,13 @@ class Transformer(nn.Module):
             raise ValueError(f"token_ids: values must lie in 0..{self.config.vocab_size - 1}")
         pages = pages_for(count)
         batch = Batch.of_sequence(token_ids.to(self.device), 0, range(1, pages + 1))
-        return self.compute_logits(self(batch, self.new_cache(pages + 1)))
+        logits = self.compute_logits(self(batch, self.new_cache(pages + 1)))
+        if self.group is not None:
+            with self.group.waiting():
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            self.group.rest()
+        return logits
 
 
 def choose_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
@@ -177,25 +204,40 @@ def choose_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.dtype
 def load(
     path: str | os.PathLike[str],
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     overrides: Mapping[str, Any] | None = None,
     max_context: int | None = None,
     mtp: bool = False,
+    group: RankGroup | None = None,
+    shard: Shard | None = None,
+    expert_parallel: bool = False,
+    mode: str = "exact",
     progress: bool = True,
     check: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
     """Load a checkpoint directory: EXL3, or unquantized, or some of each.
 
-    device: where the weights go. dtype: of activations, cache and unquantized weights; default fp32 on a CPU, fp16 on a GPU
-    (the residual stream and everything that can grow is fp32 either way). overrides: changes config.json's keys before they
-    are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare for, default the model's own limit up to 65,536.
-    mtp: also the next-token layer, for speculative decoding. progress: a bar on stderr. check: is shown the model on the meta
-    device, sizes without data, before any weight is read, and may refuse it by raising. Everything that can be refused is
-    refused from the headers, before any weight is read: raises
-    FormatError (a ValueError) naming the tensor or key, what was found and what is required.
+    device: where the weights go, by default a CPU, or the group's device. dtype: of activations, cache and unquantized
+    weights; default fp32 on a CPU, fp16 on a GPU (the residual stream and everything that can grow is fp32 either way).
+    overrides: changes config.json's keys before they are read, e.g. `{"index_topk": 64}`. max_context: positions to prepare
+    for, default the model's own limit up to 65,536.
+    mtp: also the next-token layer, for speculative decoding. group: the ranks that run the model together, of which each
+    loads its part; environment variables alone divide nothing. shard: the part to load without partners, which can be looked
+    at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. mode: of `ops.linear`, for
+    all quantized matrices but the routed experts, which are always exact. progress: a bar on stderr, of rank 0. check: is
+    shown the model on the meta device, sizes without data, and may refuse it by raising.
+
+    Everything that can be refused is refused from the headers, before any weight is read: raises FormatError (a ValueError)
+    naming the tensor or key, what was found and what is required; ValueError for options that contradict each other.
     """
-    device = torch.device(device)
+    if group is not None and shard is not None:
+        raise ValueError("load: found a group and a shard, required one of them (a group has its shard)")
+    if group is not None:
+        shard = group.shard
+    if expert_parallel and (shard or Shard()).size == 1:
+        raise ValueError("expert_parallel: found one rank, required several to divide the experts over")
+    device = torch.device(device or ("cpu" if group is None else group.device))
     dtype = choose_dtype(device, dtype)
     checkpoint = Checkpoint.open(path)
     config = ModelConfig.from_dir(path, overrides)
@@ -205,13 +247,24 @@ def load(
         raise ValueError(f"max_context: found {max_context}, required 1..{limit} (max_position_embeddings of {path})")
     if mtp:
         check_mtp(config)
-    with WeightSource(checkpoint, "meta", dtype) as headers:
+    name = None if group is None else group.name
+    partition = Partition.of(config, shard, expert_parallel=expert_parallel, group=name)
+    with WeightSource(checkpoint, "meta", dtype, partition=partition, mode=mode) as headers:
         sizes = Transformer(config, headers, dtype=dtype, max_context=max_context, mtp=mtp)
         headers.finish(copies_of_the_trunk(config) if mtp else mtp_prefixes(config))
         if check is not None:
             check(sizes)
         headers.check_scales()
-    total = headers.claimed_bytes
-    with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, progress=progress, total_bytes=total) as source:
+    options: dict[str, Any] = {
+        "partition": partition,
+        "mode": mode,
+        "progress": progress and partition.shard.rank == 0,
+        "total_bytes": headers.claimed_bytes,
+        "on_read": None if group is None else group.work,
+    }
+    with torch.inference_mode(False), WeightSource(checkpoint, device, dtype, **options) as source:
         model = Transformer(config, source, dtype=dtype, max_context=max_context, mtp=mtp)
+    model.group = group
+    if group is not None:
+        group.barrier()
     return model.eval()

@@ -4,6 +4,7 @@ GPU tensors run the kernels; CPU tensors run `exl3_triton.reference`, unless EXL
 """
 
 from .attention import mla_decode, mla_prefill
+from .collective import all_reduce, gather_columns
 from .gqa import gqa_attention, gqa_kv_write
 from .head_matmul import head_matmul
 from .indexer import index_select
@@ -19,7 +20,9 @@ from .trellis import dequantize
 
 __all__ = [
     "add_rms_norm",
+    "all_reduce",
     "dequantize",
+    "gather_columns",
     "gqa_attention",
     "gqa_kv_write",
     "head_matmul",

@@ -77,13 +77,28 @@ def row_shift(bound):
 
 @triton.jit
 def rotate_scaled(x, suh, shift, ROWS: tl.constexpr):
-    """fp16 [ROWS, 128]: rotate(x * suh) * 2^shift; x, suh fp32 [ROWS, 128], shift int32 scalar or [ROWS, 1] from `row_shift`.
+    """fp16 [ROWS, 128]: rotate(x * suh) * 2^shift; x, suh fp32 [ROWS, 128], shift int32 scalar or [ROWS, 1] (`row_shift`)."""
+    return _rotate_scaled(x, suh, shift, ROWS).to(tl.float16)
+
+
+@triton.jit
+def _rotate_scaled(x, suh, shift, ROWS: tl.constexpr):
+    """`rotate_scaled` before its rounding to fp16.
 
     suh takes half of the shift first: no intermediate value overflows, and the only rounding before the rotation is that of
     x * suh.
     """
     half = shift >> 1
-    return rotate_rows((suh * power_of_two(half)) * x * power_of_two(shift - half), ROWS).to(tl.float16)
+    return rotate_rows((suh * power_of_two(half)) * x * power_of_two(shift - half), ROWS)
+
+
+@triton.jit
+def _store_rotated(xh, rotated, mask, low, LOW: tl.constexpr):
+    """Rotated activations as fp16, and with LOW what that rounding left, also as fp16, `low` elements further on."""
+    high = rotated.to(tl.float16)
+    tl.store(xh, high, mask=mask)
+    if LOW:
+        tl.store(xh + low, (rotated - high.to(tl.float32)).to(tl.float16), mask=mask)
 
 
 @triton.jit
@@ -120,6 +135,7 @@ def _rotate_input_kernel(
     GROUPS: tl.constexpr,
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
+    LOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Few rows. Program (row, chunk of GROUPS rotation blocks, matrix); each scans its whole row for the scale."""
@@ -134,9 +150,10 @@ def _rotate_input_kernel(
     k = chunk * (GROUPS * 128) + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
     scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-    rotated = rotate_scaled(value, scale, shift, GROUPS)
+    rotated = _rotate_scaled(value, scale, shift, GROUPS)
     xh_row = xh + (matrix * tl.num_programs(0) + row) * K
-    tl.store(xh_row + k_position(k, VARIANT), rotated, mask=k < K)
+    low = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * K
+    _store_rotated(xh_row + k_position(k, VARIANT), rotated, k < K, low, LOW)
     if chunk == 0:
         tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
 
@@ -153,6 +170,7 @@ def _rotate_rows_kernel(
     GROUPS: tl.constexpr,
     ALIGN: tl.constexpr,
     VARIANT: tl.constexpr,
+    LOW: tl.constexpr,
 ):
     """Many rows. Program (row, matrix), one warp, so that no butterfly leaves it; the second reading of the row is cached."""
     row = tl.program_id(0).to(tl.int64)
@@ -161,23 +179,29 @@ def _rotate_rows_kernel(
     x_row = x + row * tl.multiple_of(stride, ALIGN)
     xh_row = xh + (matrix * tl.num_programs(0) + row) * K
     shift = _shift_of_row(x_row, scales, D, K, GROUPS)
+    low = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64) * K
     for first in range(0, K, GROUPS * 128):
         k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
         value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
         scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-        tl.store(xh_row + k_position(k, VARIANT), rotate_scaled(value, scale, shift, GROUPS), mask=k < K)
+        _store_rotated(xh_row + k_position(k, VARIANT), _rotate_scaled(value, scale, shift, GROUPS), k < K, low, LOW)
     tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
 
 
-def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int | None = None) -> tuple[Tensor, Tensor]:
+def launch_rotate_input(
+    x: Tensor, suh: list[Tensor], padded: int, variant: int | None = None, *, low: bool = False
+) -> tuple[Tensor, Tensor]:
     """Activations as the matrix kernels take them: rotated with each matrix's `suh`, scaled by a power of two a row, in fp16.
 
     x: [m, D] fp16, bf16 or fp32 with a contiguous last dimension, D <= padded (zero-extended); m >= 1; suh: fp16 [padded]
     each. Returns xh fp16 [len(suh), m, padded], k in the order of the decode layout `variant` (default: the device's), and
-    exponents int32 [len(suh), m]: a product with xh is to be multiplied by 2^exponent (`scale_by_power`).
+    exponents int32 [len(suh), m]: a product with xh is to be multiplied by 2^exponent (`scale_by_power`). With `low` xh is
+    [2, len(suh), m, padded], the fp16 values and, as fp16, what they differ by from the rotation in fp32: together 22 bits of
+    each value and 2^-30 of the row's largest, since the row's scale keeps small values clear of subnormals.
     """
     m, width = x.shape
-    xh = torch.empty((len(suh), m, padded), dtype=torch.float16, device=x.device)
+    shape = (len(suh), m, padded)
+    xh = torch.empty((2, *shape) if low else shape, dtype=torch.float16, device=x.device)
     exponents = torch.empty((len(suh), m), dtype=torch.int32, device=x.device)
     stride = x.stride(0) if m > 1 else width
     sizes = {"D": width, "K": padded, "ALIGN": 8 if stride % 8 == 0 else 1}
@@ -187,9 +211,21 @@ def launch_rotate_input(x: Tensor, suh: list[Tensor], padded: int, variant: int 
         groups = min(4, triton.next_power_of_2(padded // 128))
         grid = (m, triton.cdiv(padded, groups * 128), count)
         _rotate_input_kernel[grid](
-            x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=4, **overlap(x.device, m), **sizes
+            x,
+            tuple(suh),
+            xh,
+            exponents,
+            stride,
+            GROUPS=groups,
+            VARIANT=variant,
+            LOW=low,
+            num_warps=4,
+            **overlap(x.device, m),
+            **sizes,
         )
         return xh, exponents
     groups = min(8, triton.next_power_of_2(padded // 128))
-    _rotate_rows_kernel[(m, count)](x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, num_warps=1, **sizes)
+    _rotate_rows_kernel[(m, count)](
+        x, tuple(suh), xh, exponents, stride, GROUPS=groups, VARIANT=variant, LOW=low, num_warps=1, **sizes
+    )
     return xh, exponents

@@ -2,7 +2,7 @@
 
 Triton chooses the layout of a `tl.dot` operand itself. Of the ways to write the same block, one gets each decoded weight
 where the matrix instruction wants it; the others cost a shuffle or a round trip through shared memory per weight. Which one
-it is was found by compiling all of them (`python -m autotune --layouts`) and is asserted by the tests for the Triton
+it is was found by compiling all of them (`python -m autotune audit --layouts`) and is asserted by the tests for the Triton
 that is installed:
 
     Triton 3.6   sm_90: lanes first, natural k      sm_80, 86, 89, 120, 121: lanes first, k' order
@@ -31,6 +31,11 @@ SHIFTS_BY_MULTIPLIER = 8
 
 In one run on an H200, at 3 bits, the product took 25.7 us for MCG this way and 35.5 for 3INST the plain way. Elsewhere nobody
 has measured it, and its registers spill on sm_86, 89 and 120.
+"""
+
+WORD_ORDER = 16
+"""Bit added to `layout_variant` for `decode_words` with PARTS > 1, where one codeword fills an operand register: the weight at
+k = 2 (l % 4) + 8 j8 + j1 of a 16-tile stands at 8 j1 + 4 j8 + l % 4 (with K_ORDER4 at 8 j1 + 2 (l % 4) + j8), PARTS times.
 """
 
 
@@ -62,7 +67,10 @@ def layout_variant(device: torch.device) -> int:
 def k_order(SIZE: tl.constexpr, VARIANT: tl.constexpr):
     """int32 [SIZE]: the input feature, relative to the block, that each position along k of a decoded block stands for."""
     p = tl.arange(0, SIZE)
-    if VARIANT & 2:
+    if VARIANT & 16:
+        j8 = p % 2 if VARIANT & 2 else (p // 4) % 2
+        p = (p // 16) * 16 + j8 * 8 + ((p // 2) % 4 if VARIANT & 2 else p % 4) * 2 + (p // 8) % 2
+    elif VARIANT & 2:
         p = (p // 16) * 16 + ((p // 2) % 2) * 8 + ((p // 4) % 4) * 2 + p % 2
     return p
 
@@ -70,6 +78,9 @@ def k_order(SIZE: tl.constexpr, VARIANT: tl.constexpr):
 @triton.jit
 def k_position(k, VARIANT: tl.constexpr):
     """The inverse of `k_order`, for any tensor of feature indices: the position along k at which feature `k` is expected."""
-    if VARIANT & 2:
+    if VARIANT & 16:
+        lane, j8 = (k // 2) % 4, (k // 8) % 2
+        k = (k // 16) * 16 + (k % 2) * 8 + (lane * 2 + j8 if VARIANT & 2 else j8 * 4 + lane)
+    elif VARIANT & 2:
         k = (k // 16) * 16 + ((k // 2) % 4) * 4 + ((k // 8) % 2) * 2 + k % 2
     return k

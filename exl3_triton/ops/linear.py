@@ -26,7 +26,8 @@ from ._args import FLOATS, as_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
 from .hadamard import launch_rotate_input, rotate_columns, rotate_rows, scale_by_power
-from .layout import layout_variant
+from .layout import WORD_ORDER, layout_variant
+from .modes import PARTS, check_mode, launch_quantize_rows, raw_product
 from .trellis import decode_tiles, decode_words, load_tiles, tile_address, trellis_words
 from .tuning import LinearConfig, device_of, select_linear
 
@@ -63,12 +64,26 @@ class _Class:
 
 @triton.jit
 def _write_output(
-    acc, exponents, svh, bias, y, matrix, rows, m, column, OUT: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr
+    acc,
+    exponents,
+    affine,
+    svh,
+    bias,
+    y,
+    matrix,
+    rows,
+    m,
+    column,
+    COUNT: tl.constexpr,
+    OUT: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """Raw products fp32 [128, BLOCK_M] of one matrix -> y[rows, column..column+127]."""
+    """Accumulators [128, BLOCK_M] of one matrix of COUNT -> y[rows, column..column+127]."""
     n = column + tl.arange(0, 128)
     live = rows < m
-    result = rotate_columns(acc, BLOCK_M) * tl.load(svh + n).to(tl.float32)[:, None]
+    raw = raw_product(acc, affine, (matrix * m + rows)[None, :], live[None, :], COUNT * m)
+    result = rotate_columns(raw, BLOCK_M) * tl.load(svh + n).to(tl.float32)[:, None]
     exponent = tl.load(exponents + matrix * m + rows, mask=live, other=0)
     result = scale_by_power(result, exponent[None, :])
     if BIAS:
@@ -87,10 +102,29 @@ def _pick(pointers, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
     return chosen
 
 
+@triton.jit
+def _load_rows(x, live, low, LOW: tl.constexpr):
+    """A block of activations, and with LOW the block of their low parts, `low` elements further on."""
+    high = tl.load(x, mask=live, other=0)
+    if LOW:
+        blocks = (high, tl.load(x + low, mask=live, other=0))
+    else:
+        blocks = (high,)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def _multiply(w, blocks, acc):
+    for i in tl.static_range(len(blocks) - 1, -1, -1):  # low parts first
+        acc = tl.dot(w, blocks[i], acc, out_dtype=acc.dtype)
+    return acc
+
+
 @triton.jit(do_not_specialize=["m"])
 def _product_kernel(
     xh,
     exponents,
+    affine,
     words,
     svh,
     bias,
@@ -105,13 +139,20 @@ def _product_kernel(
     SPLIT: tl.constexpr,
     VARIANT: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128]."""
+    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128].
+
+    PARTS: of `decode_words`, each meeting the same activation. LOW: activations are [2, matrices, m, K], high and low parts.
+    """
     block = tl.program_id(0)
     part = tl.program_id(1)
     m0 = tl.program_id(2) * BLOCK_M
     rows = m0 + tl.arange(0, BLOCK_M)
+    live = (rows < m)[None, :]
+    low = tl.cast(m, tl.int64) * (len(words) * K)
     STEPS: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT
     first = part * STEPS
     for c in tl.static_range(len(CLASSES)):
@@ -123,31 +164,31 @@ def _product_kernel(
             matrix = CLASSES[c][5] + index
             tile = _pick(words, index, CLASSES[c][5], CLASSES[c][6])
             tile += (first * (BLOCK_K // 16)).to(tl.int64) * row_words + column * (8 * 4 * CLASSES[c][0])
-            at = (matrix * m + rows).to(tl.int64)[None, :] * K + tl.arange(0, BLOCK_K)[:, None]
+            at = (matrix * m + rows).to(tl.int64)[None, :] * K + (tl.arange(0, BLOCK_K * PARTS) // PARTS)[:, None]
             x_block = xh + first * BLOCK_K + at
-            acc = tl.zeros((128, BLOCK_M), tl.float32)
+            acc = tl.zeros((128, BLOCK_M), tl.int32 if PARTS == 4 else tl.float32)
             steps = STEPS if K % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K // BLOCK_K - first)
             if PREFETCH:
                 raw = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
                 wait_previous(OVERLAP)
-                x = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
+                x = _load_rows(x_block, live, low, LOW)
                 for _ in range(1, steps):
                     tile += BLOCK_K // 16 * row_words
                     x_block += BLOCK_K
                     raw_next = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
-                    x_next = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
-                    w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
-                    acc = tl.dot(w, x, acc)
+                    x_next = _load_rows(x_block, live, low, LOW)
+                    w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
+                    acc = _multiply(w, x, acc)
                     raw = raw_next
                     x = x_next
-                w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
-                acc = tl.dot(w, x, acc)
+                w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
+                acc = _multiply(w, x, acc)
             else:
                 wait_previous(OVERLAP)
                 for _ in range(steps):
-                    x = tl.load(x_block, mask=(rows < m)[None, :], other=0.0)
-                    w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT)
-                    acc = tl.dot(w, x, acc)
+                    x = _load_rows(x_block, live, low, LOW)
+                    w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
+                    acc = _multiply(w, x, acc)
                     tile += BLOCK_K // 16 * row_words
                     x_block += BLOCK_K
             start_next(OVERLAP)
@@ -155,6 +196,7 @@ def _product_kernel(
                 _write_output(
                     acc,
                     exponents,
+                    affine,
                     _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
                     _pick(bias, index, CLASSES[c][5], CLASSES[c][6]),
                     _pick(y, index, CLASSES[c][5], CLASSES[c][6]),
@@ -162,6 +204,7 @@ def _product_kernel(
                     rows,
                     m,
                     column * 128,
+                    len(words),
                     CLASSES[c][3],
                     CLASSES[c][4],
                     BLOCK_M,
@@ -169,7 +212,7 @@ def _product_kernel(
             else:
                 n = tl.arange(0, 128)[:, None]
                 at = ((part * BLOCKS + block).to(tl.int64) * m + rows.to(tl.int64)[None, :]) * 128 + n
-                tl.store(partial + at, acc, mask=(rows < m)[None, :])
+                tl.store(partial + at, acc, mask=live)
 
 
 @triton.jit
@@ -185,6 +228,7 @@ def _finish_rows(acc, exponents, svh, bias, y, rows, live, column, OUT: tl.const
 @triton.jit(do_not_specialize=["m"])
 def _reduce_kernel(
     exponents,
+    affine,
     svh,
     bias,
     y,
@@ -202,7 +246,7 @@ def _reduce_kernel(
     part = partial + (block.to(tl.int64) * m + row) * 128 + n
     wait_previous(OVERLAP)
     start_next(OVERLAP)
-    acc = tl.zeros((1, 128), tl.float32)
+    acc = tl.zeros((1, 128), partial.dtype.element_ty)
     for _ in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
         acc += tl.load(part)
         part += (BLOCKS * m).to(tl.int64) * 128
@@ -211,7 +255,7 @@ def _reduce_kernel(
             blocks_each: tl.constexpr = CLASSES[c][2] // 128
             index = (block - CLASSES[c][7]) // blocks_each
             _finish_rows(
-                acc,
+                raw_product(acc, affine, (CLASSES[c][5] + index) * m + row, row < m, len(svh) * m),
                 exponents + (CLASSES[c][5] + index) * m,
                 _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
                 _pick(bias, index, CLASSES[c][5], CLASSES[c][6]),
@@ -257,15 +301,23 @@ def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.conste
     _finish_rows(acc, exponents, svh, bias, y, rows, live, first * 128 + n, OUT, BIAS, ROWS)
 
 
+def _wide_product(x: Tensor, w: Tensor) -> Tensor:
+    """x w in fp32 from fp16 operands."""
+    if x.is_cuda:
+        return torch.mm(x, w, out_dtype=torch.float32)
+    return x.float() @ w.float()  # the interpreter's host has no fp16 product with fp32 results
+
+
 def _decode_once(
     xh: Tensor, exponents: Tensor, trellis: Tensor, svh: Tensor, bias: Tensor | None, codebook: int, y: Tensor
 ) -> None:
     """One matrix for many rows: W_rotated into fp16 scratch, `torch.mm` into fp32, then the output's end.
 
-    xh fp16 [m, K], exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS fp16 weights (or 128 columns of
-    them) and fp32 [m, as many columns], for one slice of the columns at a time.
+    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS
+    fp16 weights (or 128 columns of them) and fp32 [m, as many columns] (twice with low parts), for one slice of the columns at
+    a time.
     """
-    m, k = xh.shape
+    m, k = xh.shape[-2:]
     columns = trellis.shape[1] * 16
     width = min(columns, max(128, SCRATCH_ELEMENTS // k // 128 * 128))
     weights = torch.empty((width, k), dtype=torch.float16, device=xh.device)
@@ -283,10 +335,9 @@ def _decode_once(
             VARIANT=layout_variant(xh.device),
             num_warps=4,
         )
-        if xh.is_cuda:
-            raw = torch.mm(xh, weights[:size].t(), out_dtype=torch.float32)
-        else:  # the interpreter's host has no fp16 product with fp32 results
-            raw = xh.float() @ weights[:size].t().float()
+        raw, *low = (_wide_product(part, weights[:size].t()) for part in (xh if xh.dim() == 3 else xh[None]))
+        if low:
+            raw += low[0]
         _finish_kernel[(size // 128, triton.cdiv(m, rows))](
             raw,
             exponents,
@@ -313,6 +364,7 @@ def _launch_linears(
     out_features: Sequence[int],
     out_dtype: torch.dtype,
     config: LinearConfig | None = None,
+    mode: str = "exact",
 ) -> list[Tensor]:
     outputs = [torch.empty((*x.shape[:-1], features), dtype=out_dtype, device=x.device) for features in out_features]
     if x.numel() == 0:
@@ -332,20 +384,23 @@ def _launch_linears(
     padded_in = trellises[0].shape[0] * 16
     if config is None:
         highest = max((c.twice_bits, c.codebook) for c in classes)
-        config = select_linear(m, padded_in, blocks, device_of(x.device), *highest)
+        config = select_linear(m, padded_in, blocks, device_of(x.device), *highest, mode)
     constants = tuple(c.constants for c in classes)
+    parts = PARTS[mode] if config else 1
+    variant = layout_variant(x.device) | (WORD_ORDER if parts > 1 else 0)
     with device_guard(x):
-        xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in)
+        xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in, variant, low=mode == "precise")
         if config is None:
             for place, i in enumerate(order):
                 y = outputs[i].view(m, out_features[i])
-                _decode_once(xh[place], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
+                _decode_once(xh[..., place, :, :], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
             return outputs
+        xh, affine = launch_quantize_rows(xh) if mode == "int8" else (xh, exponents)
         token_blocks = triton.cdiv(m, config.block_m)
         partial = exponents
         if config.split > 1:
             shape = (config.split, blocks, m, 128)
-            partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+            partial = torch.empty(shape, dtype=torch.int32 if mode == "int8" else torch.float32, device=x.device)
         ends = (
             tuple(svh[i] for i in order),
             tuple(svh[i] if biases[i] is None else biases[i] for i in order),  # a matrix without bias never reads it
@@ -356,6 +411,7 @@ def _launch_linears(
         _product_kernel[(blocks, config.split, token_blocks)](
             xh,
             exponents,
+            affine,
             tuple(trellis_words(trellises[i]) for i in order),
             *ends,
             K=padded_in,
@@ -364,8 +420,10 @@ def _launch_linears(
             BLOCK_M=config.block_m,
             BLOCK_K=config.block_k,
             SPLIT=config.split,
-            VARIANT=layout_variant(x.device),
+            VARIANT=variant,
             PREFETCH=config.prefetch,
+            PARTS=parts,
+            LOW=mode == "precise",
             num_warps=config.num_warps,
             num_stages=1,
             maxnreg=config.registers,
@@ -374,6 +432,7 @@ def _launch_linears(
         if config.split > 1:
             _reduce_kernel[(blocks, m)](
                 exponents,
+                affine,
                 *ends,
                 CLASSES=constants,
                 BLOCKS=blocks,
@@ -393,14 +452,15 @@ def _linears_body(
     codebooks: Sequence[int],
     out_features: Sequence[int],
     out_dtype: torch.dtype,
+    mode: str = "exact",
 ) -> list[Tensor]:
     if use_triton(x):
-        return _launch_linears(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype)
+        return _launch_linears(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype, mode=mode)
     weights = (
         TrellisWeight(t, u, v, Codebook(codebook), bias, x.shape[-1], features)
         for t, u, v, bias, codebook, features in zip(trellises, suh, svh, biases, codebooks, out_features)
     )
-    return [reference.linear(x, w).to(out_dtype) for w in weights]
+    return [reference.linear(x, w, mode).to(out_dtype) for w in weights]
 
 
 def _linear_body(
@@ -412,8 +472,9 @@ def _linear_body(
     codebook: int,
     out_features: int,
     out_dtype: torch.dtype,
+    mode: str = "exact",
 ) -> Tensor:
-    return _linears_body(x, [trellis], [suh], [svh], [bias], [codebook], [out_features], out_dtype)[0]
+    return _linears_body(x, [trellis], [suh], [svh], [bias], [codebook], [out_features], out_dtype, mode)[0]
 
 
 _linears_op = torch.library.custom_op("exl3_triton::linears", _linears_body, mutates_args=())
@@ -421,12 +482,12 @@ _linear_op = torch.library.custom_op("exl3_triton::linear", _linear_body, mutate
 
 
 @_linears_op.register_fake
-def _(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype):
+def _(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype, mode="exact"):
     return [x.new_empty((*x.shape[:-1], features), dtype=out_dtype) for features in out_features]
 
 
 @_linear_op.register_fake
-def _(x, trellis, suh, svh, bias, codebook, out_features, out_dtype):
+def _(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, mode="exact"):
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
@@ -447,16 +508,28 @@ def linear(x: Tensor, w: TrellisWeight, *, out_dtype: torch.dtype | None = None,
     x: [..., in_features] fp16, bf16 or fp32, any leading shape (also empty) and any strides. Returns [..., out_features],
     contiguous, in `out_dtype` (default: that of x). Weights are exact; the rotated activations are rounded to fp16 once,
     under a power of two a row, so any finite x gives a right result wherever that fits `out_dtype`. Sums are fp32, rounded
-    once. mode: "exact". Raises ValueError for another dtype, width, device or mode.
+    once. mode, with the error of y before its rounding to `out_dtype`, relative in the root mean square, as measured with the
+    kernels in Triton's interpreter at 2048 inputs (on a CPU "exact" and "precise" are the same fp32 product):
+
+        exact    2.0e-4, the rounding of the activations
+        precise  2e-7: exact weights, activations as two fp16 values each; twice the matrix products
+        split    MCG and 3INST only, 3.0e-4: weights are their two summands, not rounded to fp16; as exact where weights are
+                 decoded once (more than 255 rows)
+        int8     MUL1 only, 8.3e-3: activations rounded to int8 with one scale a row, weights not rounded to fp16, sums in
+                 int32; at most 32768 input features
+
+    Raises ValueError for another dtype, width, device or mode, and for a codebook that the mode does not know.
     """
     out_dtype = out_dtype or x.dtype
     _check("linear", x, w, out_dtype)
-    if mode != "exact":
-        raise ValueError(f'linear: mode={mode!r}: required "exact"')
-    return call(_linear_op, _linear_body, x, w.trellis, w.suh, w.svh, w.bias, int(w.codebook), w.out_features, out_dtype)
+    check_mode("linear", mode, [w])
+    sizes = (int(w.codebook), w.out_features)
+    return call(_linear_op, _linear_body, x, w.trellis, w.suh, w.svh, w.bias, *sizes, out_dtype, mode)
 
 
-def linears(x: Tensor, weights: Sequence[TrellisWeight], *, out_dtype: torch.dtype | None = None) -> list[Tensor]:
+def linears(
+    x: Tensor, weights: Sequence[TrellisWeight], *, out_dtype: torch.dtype | None = None, mode: str = "exact"
+) -> list[Tensor]:
     """[linear(x, w) for w in weights] in one launch: projections that share an input, such as q, k and v, or gate and up.
 
     x: [..., in_features]; rates, codebooks and output sizes of the matrices may differ, their input size must not. Raises
@@ -467,6 +540,7 @@ def linears(x: Tensor, weights: Sequence[TrellisWeight], *, out_dtype: torch.dty
         raise ValueError("linears: no matrices: required at least one")
     for w in weights:
         _check("linears", x, w, out_dtype)
+    check_mode("linears", mode, weights)
     return call(
         _linears_op,
         _linears_body,
@@ -478,4 +552,5 @@ def linears(x: Tensor, weights: Sequence[TrellisWeight], *, out_dtype: torch.dty
         [int(w.codebook) for w in weights],
         [w.out_features for w in weights],
         out_dtype,
+        mode,
     )

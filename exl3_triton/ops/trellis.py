@@ -19,12 +19,13 @@ from ..format import HADAMARD, Codebook, TrellisWeight
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
 from .hadamard import rotate_columns, rotate_rows
-from .layout import K_ORDER4, LANES_FIRST, NVIDIA, k_order, k_position, layout_variant, layout_variant_for
+from .layout import K_ORDER4, LANES_FIRST, NVIDIA, WORD_ORDER, k_order, k_position, layout_variant, layout_variant_for
 
 __all__ = [
     "K_ORDER4",
     "LANES_FIRST",
     "NVIDIA",
+    "WORD_ORDER",
     "decode_tiles",
     "dequantize",
     "k_order",
@@ -49,6 +50,32 @@ def trellis_words(trellis: Tensor) -> Tensor:
 
 
 @triton.jit
+def _codeword(state, CODEBOOK: tl.constexpr):
+    """uint32 (16 bits used) -> uint32: the two fp16 values whose sum is a weight of 3INST or MCG; of MUL1 the four bytes that
+    are summed, each less 128 as int8.
+    """
+    if CODEBOOK == 2:
+        x = (state * 0x83DCD12D) ^ 0x80808080
+    else:
+        if CODEBOOK == 0:
+            x = state * 89226354 + 64248484
+        else:
+            x = state * 0xCBAC1FED
+        x = (x & 0x8FFF8FFF) ^ 0x3B603B60
+    return x
+
+
+@triton.jit
+def _half_of(word, HIGH: tl.constexpr):
+    return (word >> (16 * HIGH)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _byte_of(word, INDEX: tl.constexpr):
+    return (word >> (8 * INDEX)).to(tl.uint8).to(tl.int8, bitcast=True)
+
+
+@triton.jit
 def _decode_state(state, CODEBOOK: tl.constexpr):
     """uint32 (16 bits used) -> fp16 weight, bit-exact. 0: 3INST, 1: MCG, 2: MUL1."""
     if CODEBOOK == 2:
@@ -59,14 +86,8 @@ def _decode_state(state, CODEBOOK: tl.constexpr):
         h = ((total << 13) + 0x44800000).to(tl.float32, bitcast=True)
         value = (h * 0.00676727294921875 - 10.3828125).to(tl.float16)
     else:
-        if CODEBOOK == 0:
-            x = state * 89226354 + 64248484
-        else:
-            x = state * 0xCBAC1FED
-        x = (x & 0x8FFF8FFF) ^ 0x3B603B60
-        lo = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-        hi = (x >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-        value = lo + hi
+        x = _codeword(state, CODEBOOK)
+        value = _half_of(x, 0) + _half_of(x, 1)
     return value
 
 
@@ -181,15 +202,21 @@ def _decode_pair(
     TWICE_BITS: tl.constexpr,
     CODEBOOK: tl.constexpr,
     VARIANT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Weights J and J + 1 of a lane, from the pair whose lowest window is LAST; windows of one CHUNK share a funnel shift."""
+    """Weights J and J + 1 of a lane, with PARTS > 1 their codewords, from the pair whose lowest window is LAST; windows of one
+    CHUNK share a funnel shift.
+    """
     CHUNK_LAST: tl.constexpr = J // CHUNK * CHUNK + CHUNK - 1
     END: tl.constexpr = ((CHUNK_LAST + 1) * TWICE_BITS) // 2
     OUTER: tl.constexpr = ((LAST + 1) * TWICE_BITS) // 2 - END
     S0: tl.constexpr = END - ((J + 1) * TWICE_BITS) // 2
     S1: tl.constexpr = END - ((J + 2) * TWICE_BITS) // 2
     funnel = (bits >> (shift + OUTER)).to(tl.uint32)
-    if VARIANT & (4 if CODEBOOK == 2 else 8):
+    if PARTS > 1:
+        first = _codeword((funnel >> S0) & 0xFFFF, CODEBOOK)
+        second = _codeword((funnel >> S1) & 0xFFFF, CODEBOOK)
+    elif VARIANT & (4 if CODEBOOK == 2 else 8):
         first, second = _decode_pair_ptx(funnel, S0, S1, CODEBOOK)
     else:
         first = _decode_state((funnel >> S0) & 0xFFFF, CODEBOOK)
@@ -252,9 +279,19 @@ def load_tiles(
 
 @triton.jit
 def decode_words(
-    words, TWICE_BITS: tl.constexpr, CODEBOOK: tl.constexpr, KT: tl.constexpr, NT: tl.constexpr, VARIANT: tl.constexpr
+    words,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    KT: tl.constexpr,
+    NT: tl.constexpr,
+    VARIANT: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
-    """KT x NT tiles from `load_tiles` -> W^T, fp16 [16 NT, 16 KT], with k in the order of `k_order`."""
+    """KT x NT tiles from `load_tiles` -> W^T, fp16 [16 NT, 16 KT], with k in the order of `k_order`.
+
+    PARTS: instead of each weight its PARTS summands (`_codeword`), side by side along k: 2, fp16, for 3INST and MCG; 4, int8,
+    for MUL1. VARIANT has WORD_ORDER then.
+    """
     # windows that one run holds, and windows that one 32-bit funnel result holds
     RUN: tl.constexpr = 8 // len(words)
     CHUNK: tl.constexpr = 8 if TWICE_BITS <= 4 else (4 if TWICE_BITS <= 10 else 2)
@@ -273,16 +310,28 @@ def decode_words(
     p7, s7 = _run_bits(words[6 // RUN], lane, 7, B)
     # window j = 4 jn + 2 j8 + j1 sits at k = 2 (l % 4) + 8 j8 + j1, n = l // 4 + 8 jn; the joins append j1, j8, jn as
     # dimensions 4, 5, 6
-    d0, d1 = _decode_pair(p1, s1, 0, LAST1, STEP, B, C, V)
-    d2, d3 = _decode_pair(p3, s3, 2, LAST3, STEP, B, C, V)
-    d4, d5 = _decode_pair(p5, s5, 4, LAST5, STEP, B, C, V)
-    d6, d7 = _decode_pair(p7, s7, 6, 7, STEP, B, C, V)
+    d0, d1 = _decode_pair(p1, s1, 0, LAST1, STEP, B, C, V, PARTS)
+    d2, d3 = _decode_pair(p3, s3, 2, LAST3, STEP, B, C, V, PARTS)
+    d4, d5 = _decode_pair(p5, s5, 4, LAST5, STEP, B, C, V, PARTS)
+    d6, d7 = _decode_pair(p7, s7, 6, 7, STEP, B, C, V, PARTS)
     d = tl.join(_join_runs(d0, d1, d2, d3), _join_runs(d4, d5, d6, d7))
-    if VARIANT & 1:
+    if PARTS == 2:
+        d = tl.join(_half_of(d, 0), _half_of(d, 1))
+        if VARIANT & 1:
+            d = tl.permute(d, (2, 6, 1, 3, 4, 0, 5, 7)) if VARIANT & 2 else tl.permute(d, (2, 6, 1, 3, 4, 5, 0, 7))
+        else:
+            d = tl.permute(d, (1, 6, 2, 0, 4, 3, 5, 7)) if VARIANT & 2 else tl.permute(d, (1, 6, 2, 0, 4, 5, 3, 7))
+    elif PARTS == 4:
+        d = _join_runs(_byte_of(d, 0), _byte_of(d, 1), _byte_of(d, 2), _byte_of(d, 3))
+        if VARIANT & 1:
+            d = tl.permute(d, (2, 6, 1, 3, 4, 0, 5, 8, 7)) if VARIANT & 2 else tl.permute(d, (2, 6, 1, 3, 4, 5, 0, 8, 7))
+        else:
+            d = tl.permute(d, (1, 6, 2, 0, 4, 3, 5, 8, 7)) if VARIANT & 2 else tl.permute(d, (1, 6, 2, 0, 4, 5, 3, 8, 7))
+    elif VARIANT & 1:
         d = tl.permute(d, (2, 6, 1, 3, 0, 5, 4)) if VARIANT & 2 else tl.permute(d, (2, 6, 1, 3, 5, 0, 4))
     else:
         d = tl.permute(d, (1, 6, 2, 0, 3, 5, 4)) if VARIANT & 2 else tl.permute(d, (1, 6, 2, 0, 5, 3, 4))
-    return tl.reshape(d, (NT * 16, KT * 16))
+    return tl.reshape(d, (NT * 16, KT * 16 * PARTS))
 
 
 @triton.jit
@@ -294,10 +343,11 @@ def decode_tiles(
     KT: tl.constexpr,
     NT: tl.constexpr,
     VARIANT: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """KT x NT neighbouring tiles -> W^T, fp16 [16 NT, 16 KT]: `load_tiles`, then `decode_words`."""
     words = load_tiles(tile_words, row_words, TWICE_BITS, KT, NT, VARIANT)
-    return decode_words(words, TWICE_BITS, CODEBOOK, KT, NT, VARIANT)
+    return decode_words(words, TWICE_BITS, CODEBOOK, KT, NT, VARIANT, PARTS)
 
 
 @triton.jit

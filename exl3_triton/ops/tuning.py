@@ -85,6 +85,13 @@ _HIP = (
     Regime(64, 64, 128, 8, None, 2),
     Regime(1 << 31, 64, 128, 8, None, 2),
 )
+_MODES = (
+    Regime(16, 16, 64, 4, None, 3),
+    Regime(32, 32, 64, 4, None, 3),
+    Regime(64, 64, 64, 8, None, 2),
+    Regime(255, 64, 64, 8, None, 2),
+)
+_INT8 = (*_MODES[:3], Regime(1 << 31, 64, 64, 8, None, 0))  # never decoded once; many blocks of tokens need no split
 
 
 class Device(NamedTuple):
@@ -111,8 +118,14 @@ def device_of(device: torch.device) -> Device:
     return Device("sm_90" if capability == (9, 0) else "cuda", processors, properties.name, capability)
 
 
-def regimes(family: str) -> tuple[Regime, ...]:
-    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul."""
+def regimes(family: str, mode: str = "exact") -> tuple[Regime, ...]:
+    """The regimes of a device family in ascending order of rows; more rows than the last one's: decode once, then matmul.
+
+    The modes of `linear` other than "exact" share settings that compile without spills everywhere: nobody has timed them.
+    """
+    if mode != "exact":
+        table = _INT8 if mode == "int8" else _MODES
+        return tuple(regime._replace(block_k=32) for regime in table) if family == "hip" else table  # gfx1100 spills at 64
     return {"sm_90": _HOPPER, "hip": _HIP}.get(family, _CUDA)
 
 
@@ -159,21 +172,24 @@ def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code
 
 
 @cache
-def _configure(regime: Regime, k: int, blocks: int, device: Device, format_code: int) -> LinearConfig:
-    if (config := _from_table(regime, k, blocks, device, format_code)) is not None:
-        return config
-    form = _form(regime, k, blocks, device, format_code // 4)
-    split = split_of(form, k, blocks, device)
-    return LinearConfig(form.block_m, form.block_k, split, form.num_warps, form.registers, form.prefetch)
+def _configure(regime: Regime, k: int, blocks: int, device: Device, format_code: int, mode: str) -> LinearConfig:
+    if mode == "exact":
+        if (config := _from_table(regime, k, blocks, device, format_code)) is not None:
+            return config
+        regime = _form(regime, k, blocks, device, format_code // 4)
+    split = split_of(regime, k, blocks, device)
+    return LinearConfig(regime.block_m, regime.block_k, split, regime.num_warps, regime.registers, regime.prefetch)
 
 
-def select_linear(m: int, k: int, blocks: int, device: Device, twice_bits: int = 6, codebook: int = 1) -> LinearConfig | None:
+def select_linear(
+    m: int, k: int, blocks: int, device: Device, twice_bits: int = 6, codebook: int = 1, mode: str = "exact"
+) -> LinearConfig | None:
     """Launch parameters for m rows of a product over k with `blocks` blocks of 128 output features.
 
     twice_bits, codebook: of the matrix with the highest rate (and codebook) of the launch. A table's entry for the device goes
     before the rules. None where decoding the weights once and a plain matrix product are faster.
     """
-    for regime in regimes(device.family):
+    for regime in regimes(device.family, mode):
         if m <= regime.rows:
-            return _configure(regime, k, blocks, device, 4 * twice_bits + codebook)
+            return _configure(regime, k, blocks, device, 4 * twice_bits + codebook, mode)
     return None

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from timing import copies_for, header, limit_fraction, microseconds
 from torch import Tensor
 
-from autotune.timing import copies_for, header, limit_fraction, microseconds
 from exl3_triton import reference
 from exl3_triton.kv_format import head_planes, pack_heads, pack_latents, unpack_heads
 from exl3_triton.ops import attention, indexer, prefill

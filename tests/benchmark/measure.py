@@ -19,9 +19,9 @@ import sys
 from typing import Any
 
 import torch
+from timing import copies_for, header, limit_fraction, microseconds
 
 from autotune.bench import random_experts, random_matrix
-from autotune.timing import copies_for, header, limit_fraction, microseconds
 from exl3_triton import ops
 from exl3_triton.format import Codebook
 from exl3_triton.plan import MoeSpec, plan_moe

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from measure import CODEBOOKS, PEER, cases, random_experts
+from timing import microseconds
 
-from autotune.timing import microseconds
 from exl3_triton import reference
 from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 

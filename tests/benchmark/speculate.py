@@ -16,9 +16,9 @@ import json
 import pathlib
 
 import torch
+from timing import header, microseconds
 
 import exl3_triton
-from autotune.timing import header, microseconds
 from exl3_triton import LLM, SamplingParams
 from exl3_triton.model.cache import Batch, pages_for
 from exl3_triton.model.config import ModelConfig

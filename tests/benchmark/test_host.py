@@ -53,19 +53,3 @@ def test_linear_call_overhead_on_a_gpu(benchmark, m):
     ops.linear(x, weight)
     torch.cuda.synchronize()
     benchmark.pedantic(ops.linear, (x, weight), rounds=200, warmup_rounds=20)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 16, 64, 512])
-@pytest.mark.parametrize(("k", "n"), [(6144, 12288), (6144, 512)])
-def test_linear_in_a_graph_on_a_gpu(benchmark, k, n, m):
-    """Device time by CUDA graph replay, in `extra_info`; the benchmark's own clock sees the replay of one call."""
-    from autotune.timing import copies_for, microseconds
-
-    weights = [random_weight(k, n, 3, Codebook.MCG, "cuda") for _ in range(copies_for(k * n * 3 // 8))]
-    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
-    us = microseconds([lambda w=w: ops.linear(x, w) for w in weights])
-    benchmark.extra_info.update(
-        device=torch.cuda.get_device_name(), us=us, gbps=k * n * 3 / 8 / us / 1e3, tflops=2 * m * k * n / us / 1e6
-    )
-    benchmark.pedantic(lambda: (ops.linear(x, weights[0]), torch.cuda.synchronize()), rounds=20, warmup_rounds=3)

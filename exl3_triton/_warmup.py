@@ -50,7 +50,9 @@ def warmup(obj: Any, max_tokens: int) -> None:
         _warm_transformer(obj, max_tokens)
     elif isinstance(obj, nn.Module):
         layers = [module for module in obj.modules() if isinstance(module, Exl3Linear)]
-        kinds = {(m.weight.trellis.shape, m.codebook, m.in_features, m.out_features, m.bias is None): m for m in layers}
+        kinds = {
+            (m.weight.trellis.shape, m.codebook, m.in_features, m.out_features, m.bias is None, m.mode): m for m in layers
+        }
         for layer in kinds.values():
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for rows in row_counts(max_tokens):
