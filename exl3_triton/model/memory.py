@@ -222,7 +222,7 @@ def _indexer(module: Indexer, work: Pass, size: int) -> int:
 
 def cache_page_bytes(model: Transformer, kv: str) -> int:
     """Bytes of a page of 64 tokens, in the trunk's cache and in that of the next-token layer where there is one."""
-    trunk = KVCache.allocate(model.config, 2, dtype=model.dtype, device=torch.device("meta"), kv=kv)
+    trunk = KVCache.allocate(model.partition.local(model.config), 2, dtype=model.dtype, device=torch.device("meta"), kv=kv)
     draft = 0 if model.mtp is None else model.mtp.new_cache(2).bytes_per_token
     return PAGE * (trunk.bytes_per_token + draft)
 
