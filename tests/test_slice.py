@@ -11,12 +11,14 @@ from fabricate import Fabricated, exl3_matrix
 from safetensors.torch import load_file
 from test_model import check_golden, relative
 from test_rank_sliced import fabricate
+from test_transfer import tensors_of
 
 from exl3_triton import Codebook, FormatError, cli, load, reference
 from exl3_triton.format import TrellisWeight
 from exl3_triton.model import slicing
 from exl3_triton.model.checkpoint import Checkpoint, TensorReader
 from exl3_triton.model.manifest import MANIFEST
+from exl3_triton.model.parallel import Shard
 from exl3_triton.model.rank_sliced import RankSliced
 from exl3_triton.model.slicing import PARTIAL, slice_checkpoint
 from exl3_triton.model.verify import verify_checkpoint
@@ -74,6 +76,19 @@ def test_logits_of_several_slices(tmp_path, tp, width):
     model = load(tmp_path / "sliced", progress=False, mtp=True)
     assert len(model.mtp.block.feed_forward.experts) == tp
     assert relative(model.logits(ids), expected) < 1e-5
+
+
+def test_a_process_gets_from_slices_what_it_would_have_cut_itself(tmp_path):
+    """Every weight of a rank, bit for bit: what the ranks compute and add up is the same then."""
+    source, _ = run(plain(512), tmp_path, tp=2)
+    for rank in range(2):
+        direct, sliced = (
+            tensors_of(load(path, progress=False, shard=Shard(rank, 2))) for path in (source, tmp_path / "sliced")
+        )
+        assert direct.keys() == sliced.keys()
+        assert sum(name.endswith(".words") for name in direct) == 2 * 3  # two layers, three projections
+        for name, tensor in direct.items():
+            assert torch.equal(sliced[name], tensor), name
 
 
 def test_slabs_are_read_in_few_runs(tmp_path, monkeypatch):
