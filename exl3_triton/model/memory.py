@@ -87,6 +87,9 @@ def scratch_bytes(model: Transformer, work: Pass) -> int:
     if model.mtp is not None:  # joined embedding and state, and the projection of both
         layers = max(layers, (4 * size) * rows * c.hidden_size + _linears([model.mtp.projection], rows, 4, work.device))
     head = _linears([model.lm_head], work.heads, 4, work.device)
+    sizes, joined = model.partition.head_columns(c.vocab_size)
+    if joined is not None:  # this rank's columns padded, those of all ranks, and joined
+        head += 4 * work.heads * (max(sizes) * (1 + len(sizes)) + c.vocab_size)
     return states + chosen + max(layers, head)
 
 
@@ -222,7 +225,7 @@ def _indexer(module: Indexer, work: Pass, size: int) -> int:
 
 def cache_page_bytes(model: Transformer, kv: str) -> int:
     """Bytes of a page of 64 tokens, in the trunk's cache and in that of the next-token layer where there is one."""
-    trunk = KVCache.allocate(model.config, 2, dtype=model.dtype, device=torch.device("meta"), kv=kv)
+    trunk = KVCache.allocate(model.partition.local(model.config), 2, dtype=model.dtype, device=torch.device("meta"), kv=kv)
     draft = 0 if model.mtp is None else model.mtp.new_cache(2).bytes_per_token
     return PAGE * (trunk.bytes_per_token + draft)
 

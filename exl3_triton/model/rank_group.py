@@ -137,6 +137,12 @@ class RankGroup:
         self._control(lambda: dist.broadcast_object_list(values, src=0, device=torch.device("cpu")))
         return values[0]
 
+    def smallest(self, value: int) -> int:
+        """The least of the ranks' values."""
+        values = torch.tensor([value])
+        self._control(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN))
+        return int(values)
+
     def agree(self, what: str, value: Any) -> None:
         """Raises ValueError on ranks whose `value` is not that of rank 0."""
         if self.broadcast(value) != value:
