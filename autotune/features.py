@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .audit import _BRANCH_TARGET, _INSTRUCTION, _LABEL, _disassemble
+
+_ALU = ("LOP3", "SHF", "SHL", "PRMT", "IADD", "ISETP", "SEL", "SGXT", "BMSK", "LEA", "IMNMX", "VABS", "PLOP3", "FSETP", "IABS")
+_FMA = ("IMAD", "FFMA", "FMUL", "FADD", "IDP", "I2FP")
+_HALF = ("HADD2", "HMUL2", "HFMA2", "F2FP")
+_MEMORY = ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL", "LDC")
+_WIDTHS = {"64": 2, "128": 4}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of the main loop, instructions of a warp by pipe; memory in accesses of 128 bytes."""
+
+    total: int
+    alu: int
+    fma: int
+    half: int
+    memory: int
+    spilled: int
+
+
+def step_of(loop: Mapping[str, int]) -> Step:
+    """Opcodes of a loop, sorted by the pipe that runs them."""
+    counts = dict.fromkeys(("alu", "fma", "half", "memory", "spilled"), 0)
+    for opcode, count in loop.items():
+        name, *modifiers = opcode.split(".")
+        if name.startswith(_ALU):
+            counts["alu"] += count
+        elif name.startswith(_FMA):
+            counts["fma"] += count
+        elif name.startswith(_HALF):
+            counts["half"] += count
+        elif name in _MEMORY:
+            counts["memory"] += count * max((_WIDTHS.get(part, 1) for part in modifiers), default=1)
+            counts["spilled"] += count if name in ("LDL", "STL") else 0
+    return Step(sum(loop.values()), **counts)
 
 
 @dataclass(frozen=True)
@@ -24,6 +61,11 @@ class Features:
     spills: int
     loops: tuple[dict[str, int], ...]
     outside: int
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """One pass of each loop."""
+        return tuple(step_of(loop) for loop in self.loops)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"loops": list(self.loops)}

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from .features import Features
 from .machine import MACHINES, Machine
+from .pool import Task
 from .predictor import FITTED, VERSION, Parameters, predict_us
 from .problems import Format, LinearProblem, MoeProblem, Problem
-from .rank import geometric_mean
+from .rank import form_of, geometric_mean
 from .tune import config_of
 
 
@@ -60,13 +61,25 @@ class Score(NamedTuple):
 def read(path: Path) -> list[Group]:
     """The groups of a calibration file with at least four candidates."""
     found: dict[tuple[Problem, int, int], list[Sample]] = collections.defaultdict(list)
+    samples: list[Sample] = []
+    forms: dict[Task, list[Features]] = {}
     for row in json.loads(path.read_text())["rows"]:
         values = dict(row["problem"])
         op, format = values.pop("op"), Format.parse(values.pop("format"))
         problem = (LinearProblem if op == "linear" else MoeProblem)(**values, format=format)
         config = None if row["config"] is None else config_of(op, row["config"])
         features = [Features.from_json(each) for each in row["features"]]
-        found[problem, row["rows"], row["m"]].append(Sample(problem, row["rows"], row["m"], config, row["us"], features))
+        sample = Sample(problem, row["rows"], row["m"], config, row["us"], features)
+        samples.append(sample)
+        if config is not None and all(each.loops for each in features):
+            forms.setdefault(form_of(Task(problem, row["rows"], config)), features)
+    for sample in samples:  # a program of a single step has no loop: its form has, at other sizes
+        if sample.config is not None:
+            form = form_of(Task(sample.problem, sample.rows, sample.config))
+            if form not in forms:
+                continue
+            sample = sample._replace(features=forms[form])
+        found[sample.problem, sample.rows, sample.m].append(sample)
     problems = list(dict.fromkeys(problem for problem, _, _ in found))
     held_out = {p for kind in (LinearProblem, MoeProblem) for p in [each for each in problems if isinstance(each, kind)][1::2]}
     return [

@@ -36,6 +36,11 @@ class Machine:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
     @property
+    def code(self) -> str:
+        """The target whose code stands for it: that of sm_121 is sm_120's."""
+        return "sm_120" if self.capability == (12, 1) else self.target
+
+    @property
     def family(self) -> str:
         """Of `ops.tuning.Device`."""
         return "sm_90" if self.capability == (9, 0) else "cuda"

@@ -11,26 +11,20 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from exl3_triton.ops.tuning import LinearConfig
 
-from .features import Features
+from .features import Features, Step
 from .machine import Machine
 from .problems import LinearProblem, MoeProblem, Problem
 from .space import MoeConfig, resident
 
 VERSION = 1
 FITTED = Path(__file__).parent / "parameters.json"
-
-_ALU = ("LOP3", "SHF", "SHL", "PRMT", "IADD", "ISETP", "SEL", "SGXT", "BMSK", "LEA", "IMNMX", "VABS", "PLOP3", "FSETP", "IABS")
-_FMA = ("IMAD", "FFMA", "FMUL", "FADD", "IDP", "I2FP")
-_HALF = ("HADD2", "HMUL2", "HFMA2", "F2FP")
-_MEMORY = ("LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL", "LDC")
-_WIDTHS = {"64": 2, "128": 4}
 
 
 @dataclass(frozen=True)
@@ -41,9 +35,11 @@ class Parameters:
     chain: float = 2.0  # cycles between two instructions of one warp that is alone
     load: float = 700.0  # wait for a load of the step
     ahead: float = 150.0  # the same where the step's operands were loaded a step before
+    row: float = 60.0  # what a row of activations adds to such a wait; `rows_power` for several
+    rows_power: float = 0.5
     sync: float = 60.0  # barriers and the matrix instruction's latency
     access: float = 2.0  # a 128-byte access of the memory pipe
-    spill: float = 8.0  # an access to local memory
+    spill: float = 3.0  # an access to local memory
     mma: float = 1.3  # a matrix instruction's time over that of the data sheet's rate
     turns: float = 1.3  # how decoding and multiplying overlap: 1 not at all
     narrow: float = 32.0  # tokens that a matrix instruction costs at least
@@ -62,39 +58,10 @@ def fitted() -> Parameters:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One pass of the main loop, instructions of a warp by pipe; memory in accesses of 128 bytes."""
-
-    total: int
-    alu: int
-    fma: int
-    half: int
-    memory: int
-    spilled: int
-
-
-def step_of(loop: Mapping[str, int]) -> Step:
-    """Opcodes of a loop, sorted by the pipe that runs them."""
-    counts = dict.fromkeys(("alu", "fma", "half", "memory", "spilled"), 0)
-    for opcode, count in loop.items():
-        name, *modifiers = opcode.split(".")
-        if name.startswith(_ALU):
-            counts["alu"] += count
-        elif name.startswith(_FMA):
-            counts["fma"] += count
-        elif name.startswith(_HALF):
-            counts["half"] += count
-        elif name in _MEMORY:
-            counts["memory"] += count * max((_WIDTHS.get(part, 1) for part in modifiers), default=1)
-            counts["spilled"] += count if name in ("LDL", "STL") else 0
-    return Step(sum(loop.values()), **counts)
-
-
-@dataclass(frozen=True)
 class Product:
     """A launch of one of the products: what its time depends on. Tiles are 128 outputs wide.
 
-    steps: passes of the loop a program; programs of `tokens` columns each; dram, l2: bytes.
+    steps: passes of the loop a program; live: rows of activations that a program loads; dram, l2: bytes.
     """
 
     step: Step
@@ -106,6 +73,7 @@ class Product:
     ahead: bool
     parts: tuple[tuple[float, int], ...]  # (programs, tokens of their matrix instruction)
     steps: float
+    live: float
     dram: float
     l2: float
 
@@ -127,7 +95,7 @@ def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
     busy = sum(pipe**6 for pipe in pipes) ** (1 / 6)
     multiply = q.mma * 2 * 128 * tokens * p.block_k / machine.tensor
     busy = (busy**q.turns + multiply**q.turns) ** (1 / q.turns)
-    wait = (q.ahead if p.ahead else q.load) + q.sync + q.chain * s.total
+    wait = (q.ahead if p.ahead else q.load) + q.row * p.live**q.rows_power + q.sync + q.chain * s.total
     each = max(1.0, programs / machine.processors)
     crowd = min(most, each)
     # full rounds of `most` programs, and the last one, which may be thinner; a fraction of programs is an average over SMs
@@ -157,8 +125,9 @@ def linear_seconds(
     steps = _wave(k, config.block_k, config.split)
     rows = blocks * config.split * steps * config.block_m * config.block_k * 2
     product = Product(
-        step_of(f.loops[0]), config.num_warps, f.registers, f.shared, f.outside, config.block_k, config.prefetch,
-        ((blocks * config.split, config.block_m),), steps, weights, weights * -(-m // config.block_m) + rows,
+        f.steps[0], config.num_warps, f.registers, f.shared, f.outside, config.block_k, config.prefetch,
+        ((blocks * config.split, config.block_m),), steps, min(m, config.block_m), weights,
+        weights * -(-m // config.block_m) + rows,
     )  # fmt: skip
     seconds = product_seconds(product, machine, q)
     moved = 0.0
@@ -200,12 +169,12 @@ def moe_seconds(
         tiles = count * (n // 128) * split
         weights = hit * k * n * p.format.bits / 8 * count
         rows = (large * config.block_m + few * config.small) * tiles * steps * config.block_k * 2
-        loop = f.loops[-1]
-        if config.small and len(f.loops) > 1 and few > large:
-            loop = f.loops[0]
+        loop = f.steps[-1]
+        if config.small and len(f.steps) > 1 and few > large:
+            loop = f.steps[0]
         product = Product(
-            step_of(loop), config.warps, f.registers, f.shared, f.outside, config.block_k, bool(config.prefetch),
-            ((large * tiles, config.block_m), (few * tiles, config.small)), steps, weights,
+            loop, config.warps, f.registers, f.shared, f.outside, config.block_k, bool(config.prefetch),
+            ((large * tiles, config.block_m), (few * tiles, config.small)), steps, m * p.top_k / (large + few), weights,
             weights * (large + few) / max(hit, 1e-9) + rows,
         )  # fmt: skip
         seconds += product_seconds(product, machine, q)

@@ -10,6 +10,7 @@ from typing import ClassVar
 from exl3_triton.format import Codebook, padded_size
 from exl3_triton.model.checkpoint import read_json_object
 from exl3_triton.model.config import ModelConfig
+from exl3_triton.tables import RANGES
 
 from .audit import parse_format
 
@@ -66,7 +67,7 @@ class MoeProblem:
     format: Format
 
     op: ClassVar[str] = "moe"
-    SAMPLES: ClassVar[dict[int, tuple[int, ...]]] = {32: (1, 8, 32)} | {1 << i: (1 << i,) for i in range(6, 13)}
+    SAMPLES: ClassVar[dict[int, tuple[int, ...]]] = {rows: (1, 8, 32) if rows == 32 else (rows,) for rows in RANGES["moe"]}
     """The first range is the decode plan's; see `LinearProblem.SAMPLES`."""
 
     def __str__(self) -> str:

@@ -99,8 +99,8 @@ def predict(args: argparse.Namespace) -> int:
     machines = machines_of(args.arch)
     if args.machine:
         machines = [MACHINES[args.machine]]
-    for target in dict.fromkeys(machine.target for machine in machines):
-        alike = [machine for machine in machines if machine.target == target]
+    for target in dict.fromkeys(machine.code for machine in machines):
+        alike = [machine for machine in machines if machine.code == target]
         devices = [Device(machine.family, machine.processors) for machine in alike]
         candidates = [Task(p, rows, config) for device in devices for p, rows in todo for config in space(p, rows, device)]
         forms = compile_forms(candidates, target, args.jobs)
@@ -135,7 +135,7 @@ def _plan(
     """What to measure: the rules' choice, then the `count` - 1 that the predictor likes best."""
     machine = _machine_like(device)
     plain = device._replace(name="")
-    forms = compile_forms([Task(p, rows, c) for p, rows in todo for c in space(p, rows, plain)], machine.target, jobs)
+    forms = compile_forms([Task(p, rows, c) for p, rows in todo for c in space(p, rows, plain)], machine.code, jobs)
     found: dict[tuple[Problem, int], list[Config]] = {}
     for problem, rows in todo:
         ranked, _ = rank(problem, rows, machine, forms)

@@ -2,14 +2,16 @@
 
 A decode step is `Transformer.decode_step`, on a GPU a replay of its CUDA graph: one token for each of `batch` sequences whose
 caches are full of random rows, everything from the embedding to the logits, no sampling. Prefill is one sequence fed in
-chunks, all of them timed together, and its last token's logits. The limits are those of `model.costs`: the sum over the ops
-of what each takes at the rates of reading a large tensor and of a plain fp16 matrix product (`timing`).
+chunks, all of them timed together, and its last token's logits. `limit_fraction` is the sum over the ops of what each takes at
+least (`model.costs`) at the rates of reading a large tensor and of a plain fp16 matrix product (`timing`) and of decoding at
+the card's clock, over the time; `roofline_fraction` leaves decoding out.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,18 +21,20 @@ from typing import Any
 
 import torch
 
-from .format import Codebook, ExpertWeights
+from .format import Codebook
 from .kv_format import PAGE, head_planes, latent_format, pack_heads, pack_latents
 from .model.cache import Batch, GroupedCache, KVCache, LatentCache, pages_for
 from .model.checkpoint import read_json_object
 from .model.config import ModelConfig
 from .model.costs import Cost, Work, head_costs, limit_us, pass_costs
 from .model.dummy import dummy_model, first_layers, one_rank
-from .model.layers import Exl3Linear
+from .model.layers import Exl3Linear, PlainExperts
 from .model.memory import cache_pages
+from .model.moe import MoE
 from .model.transformer import Transformer, choose_dtype, load
 from .timing import captured, durations, header
 
+LANES = 128  # of a multiprocessor: instructions a clock for one thread each
 LONG_GAP = 3.0  # microseconds without any kernel that count as a gap of the device
 PASS_SECONDS = 10.0  # a pass of prefill is repeated only while this is not over
 _COLUMNS = ("op", "model", "layers", "bits", "batch", "context", "us", "us_per_layer", "tokens_per_s", "limit_fraction")
@@ -105,13 +109,12 @@ def stored_formats(model: Transformer) -> dict[str, Any]:
     """Mean K of all quantized matrices but the output head, and their codebooks; None where nothing is quantized."""
     words, weights, codebooks = 0, 0, set()
     for module in model.blocks.modules():
-        experts = getattr(module, "experts", None)
         if isinstance(module, Exl3Linear):
             words += module.trellis.numel()
             weights += module.weight.padded_in * module.weight.padded_out
             codebooks.add(module.codebook.label)
-        elif isinstance(experts, ExpertWeights):
-            for each in experts.projections:
+        elif isinstance(module, MoE) and not isinstance(module.experts, PlainExperts):
+            for each in (projection for part in module.experts for projection in part.projections):
                 words += each.words.numel()
                 weights += each.num_experts * each.padded_in * each.padded_out
                 codebooks |= {Codebook(codebook).label for _, _, codebook in each.layout}
@@ -230,7 +233,10 @@ class Bench:
     def _row(
         self, op: str, batch: int, context: int, us: float, head_us: float, tokens: int, costs: Iterable[Cost]
     ) -> dict[str, Any]:
-        limit = limit_us(costs, gbps=self.limits["hbm_read_gbps"], tflops=self.limits["matmul_tflops"])
+        costs, limits = list(costs), self.limits
+        rates = {"gbps": limits["hbm_read_gbps"], "tflops": limits["matmul_tflops"]}
+        instructions = limits.get("sms", 0) * LANES * limits.get("clock_ghz", 0) * 1e9
+        limit = limit_us(costs, **rates, instructions=instructions or math.inf)
         return {
             "op": op,
             **self.facts,
@@ -242,7 +248,10 @@ class Bench:
             "tokens_per_s": round(tokens * 1e6 / us, 1),
             "limit_us": round(limit, 1),
             "limit_fraction": round(limit / us, 3),
-            "device": self.limits["device"],
+            "roofline_fraction": round(limit_us(costs, **rates) / us, 3),
+            "device": limits["device"],
+            "hbm_read_gbps": limits["hbm_read_gbps"],
+            "matmul_tflops": limits["matmul_tflops"],
         }
 
 

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
-    arguments.command = shlex.join(["exl3-triton", *argv])
+    # as results record it: file names without the folders of a machine
+    arguments.command = shlex.join(["exl3-triton", *(Path(each).name if Path(each).is_absolute() else each for each in argv)])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a character that the terminal's encoding lacks is no reason to stop
         sys.stdout.reconfigure(errors="replace")

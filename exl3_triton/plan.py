@@ -41,8 +41,7 @@ from .ops.tuning import Device, device_of
 _PREFIX = "EXL3_TRITON_"
 _UNPLANNED_ROWS = 4096  # rows at a time of calls without a plan
 _DECODE_BLOCK = 8
-DECODE_RANGE = 32
-"""The rows by which tables name the decode plan, whatever its window is."""
+DECODE_RANGE, *PREFILL_RANGES = tables.RANGES["moe"]
 _PREFILL_BLOCKS = (16, 32, 64, 128)
 _WAVE = 768  # programs of one wave of a large GPU: 6 on each of 128 multiprocessors
 
@@ -197,25 +196,25 @@ def _decode_regime(dims: Dims, rows: int, block_m: int | None, tuned: tuple[Regi
 
 
 def _prefill_regimes(dims: Dims, capacity: int, block_m: int | None, tuned: tuple[Regime, ...] = ()) -> tuple[Regime, ...]:
-    """One regime of blocks of `block_m`; or (None) a table's, or blocks of twice the rows that an expert gets on average.
+    """One regime of blocks of `block_m`; or (None) a table's, else blocks of twice the rows that an expert gets on average.
 
     Below half of the capacity gate and up run at once: the arena holds the rotated rows of both.
     """
     if block_m is not None:
         return (Regime(capacity, block_m, 1, 1, sequential=1, half=1),)
+    limits = [size * dims.num_experts // (2 * dims.top_k) for size in _PREFILL_BLOCKS[:-1]]
+    wider = {regime.rows: regime for regime in tuned if regime.rows > DECODE_RANGE}
+    ends = sorted({rows for rows in (*limits, *(PREFILL_RANGES if wider else ())) if rows < capacity} | {capacity})
     regimes: list[Regime] = []
-    wider = [regime for regime in tuned if regime.rows > DECODE_RANGE]
-    for regime, following in zip(wider, [*wider[1:], None]):
-        if regime.rows >= capacity or following is None:
-            return (*regimes, regime._replace(rows=capacity, sequential=1))
-        if regime[1:] != following[1:] or 2 * following.rows > capacity:  # else the next one serves these rows as well
-            regimes.append(regime._replace(sequential=int(2 * regime.rows > capacity)))
-    for size in _PREFILL_BLOCKS:
-        rows = size * dims.num_experts // (2 * dims.top_k)
-        if size == _PREFILL_BLOCKS[-1] or rows >= capacity:
-            regimes.append(Regime(capacity, size, 1, 1, sequential=1, half=1))
-            break
-        regimes.append(Regime(rows, size, 1, 1, sequential=int(2 * rows > capacity), half=1))
+    for rows in ends:
+        size = next((size for size, limit in zip(_PREFILL_BLOCKS, limits) if rows <= limit), _PREFILL_BLOCKS[-1])
+        regime = Regime(rows, size, 1, 1, sequential=int(2 * rows > capacity), half=1)
+        named = next((end for end in PREFILL_RANGES if rows <= end), PREFILL_RANGES[-1])
+        if named in wider:
+            regime = wider[named]._replace(rows=rows, sequential=regime.sequential)
+        if regimes and regimes[-1][1:] == regime[1:]:
+            regimes.pop()
+        regimes.append(regime)
     return tuple(regimes)
 
 

@@ -34,6 +34,11 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """What names an entry. k, n, hidden, intermediate: as stored, padded to 128; rows: the most rows that it serves."""
 
+RANGES: dict[str, tuple[int, ...]] = {"linear": (16, 32, 64, 255), "moe": (32, *(1 << i for i in range(6, 13)))}
+"""The most rows of the ranges that share an entry. moe: the decode plan's, whatever its window is, then prefills; the last one
+serves more rows as well.
+"""
+
 _POWERS = tuple(1 << i for i in range(4, 9))
 _REGISTERS = range(24, 256)
 _CONFIGS: dict[str, dict[str, tuple[Any, ...] | range]] = {
@@ -109,6 +114,14 @@ def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
             raise ValueError(f"entry {key}: {name}={config[name]!r} is not possible")
     if op == "linear" and (key[0] % config["block_k"] or config["split"] > key[0] // config["block_k"]):
         raise ValueError(f"entry {key}: k={key[0]} has no {config['split']} parts of blocks of {config['block_k']}")
+    if key[-1] not in RANGES[op]:
+        raise ValueError(f"entry {key}: required rows of {', '.join(map(str, RANGES[op]))}")
+    if op == "moe" and key[-1] > RANGES[op][0] and (config["split"], config["down_split"]) != (1, 1):
+        raise ValueError(f"entry {key}: required split and down_split of 1 above {RANGES[op][0]} rows")
+    if op == "moe" and (config["small"] >= config["block_m"] or (config["block_m"] == 48 and config["prefetch"])):
+        raise ValueError(
+            f"entry {key}: small={config['small']}, prefetch={config['prefetch']}: not with block_m={config['block_m']}"
+        )
     missing = [name for name in _EVIDENCE[evidence["source"]] if name not in evidence]
     if missing or not all(us > 0 for us in evidence["us"].values()):
         raise ValueError(f"entry {key}: evidence lacks {', '.join(missing) or 'positive times'}")

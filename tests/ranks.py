@@ -76,7 +76,7 @@ def logits_of(directory: pathlib.Path, group) -> None:
         path, _, option = name.partition("|")
         experts = option == "experts"
         model = load(path, group=group, expert_parallel=experts, progress=False, mtp=option == "mtp")
-        found = {"logits": model.logits(tokens)}
+        found = {"logits": model.logits(tokens), "least": torch.tensor(group.least(10 - group.rank))}
         llm = LLM(model, max_batch=2, speculate=2 if option == "mtp" else 0)
         # no seed: rank 0 draws them
         random = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, ignore_eos=True)

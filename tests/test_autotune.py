@@ -15,10 +15,10 @@ from autotune import fit, tune
 from autotune.__main__ import main as cli
 from autotune.bench import TOLERANCE, LinearBench, MoeBench
 from autotune.calibrate import row
-from autotune.features import Features, matrix_loops
+from autotune.features import Features, matrix_loops, step_of
 from autotune.machine import MACHINES, machines_of
 from autotune.pool import Task, compile_all
-from autotune.predictor import expected_blocks, fitted, predict_us, step_of
+from autotune.predictor import expected_blocks, fitted, predict_us
 from autotune.problems import Format, LinearProblem, MoeProblem, model_problems, parse_shape
 from autotune.rank import Ranked, form_of, rank
 from autotune.space import MoeConfig, space

@@ -40,7 +40,7 @@ def test_program_writes_rows(tmp_path, capsys, config):
     assert main(["bench", target, *sizes, *options]) == 0
     printed = capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert result["header"]["command"].startswith(f"exl3-triton bench {target} --context 32,128")
+    assert result["header"]["command"].startswith("exl3-triton bench tiny.json --context 32,128")
     assert [(row["op"], row["batch"], row["context"]) for row in result["rows"]] == [
         ("decode_step", 1, 32), ("decode_step", 3, 32), ("decode_step", 1, 128), ("decode_step", 3, 128), ("prefill", 1, 100)
     ]  # fmt: skip
@@ -50,6 +50,7 @@ def test_program_writes_rows(tmp_path, capsys, config):
         assert row["tokens_per_s"] == pytest.approx(tokens * 1e6 / row["us"], abs=0.1, rel=1e-3)
         assert row["us_per_layer"] == pytest.approx((row["us"] - row["head_us"]) / 2, abs=0.1)
         assert row["limit_us"] > 0
+        assert row["roofline_fraction"] == row["limit_fraction"]  # what a CPU needs to decode is not known
         assert row["limit_fraction"] == pytest.approx(row["limit_us"] / row["us"], abs=1e-3)
         assert row["device"] == "a CPU"
     assert len(printed.splitlines()) == 1 + len(result["rows"])
@@ -136,9 +137,10 @@ def test_costs_of_a_grouped_model():
     expert = 3 * (128 * 128 * 3 / 8 + 2 * 128 * 2)  # padded to 128, with its scales
     assert experts.bytes == pytest.approx(4 * (1 - (1 - 2 / 4) ** 2) * expert)
     assert experts.flops == 2 * 2 * 2 * 3 * 128 * 96
+    assert experts.decoded == 3 * 3 * 128 * 128  # 3 of 4 experts
     q = next(cost for cost in costs if cost.name == "q")
-    assert q == Cost("q", 128 * 256 * 3 // 8 + 2 * (128 + 256 + 256) + 4, 2 * 2 * 128 * 256)  # with bias and marker
-    assert head == [Cost("0", model.lm_head.trellis.nbytes + 2 * (128 + 256) + 4, 2 * 2 * 128 * 160)]
+    assert q == Cost("q", 128 * 256 * 3 // 8 + 2 * (128 + 256 + 256) + 4, 2 * 2 * 128 * 256, 128 * 256)  # with bias and marker
+    assert head == [Cost("0", model.lm_head.trellis.nbytes + 2 * (128 + 256) + 4, 2 * 2 * 128 * 160, 128 * 256)]
     assert {cost.name for cost in costs} >= {"gate", "up", "down", "router", "shared.down"}
 
 
@@ -167,7 +169,7 @@ def test_every_weight_of_a_step_is_counted_once():
     cache = sum(cost.bytes for cost in costs if cost.name in ("attention", "index scores"))
     assert cache == 3 * 80 * 80 * 4 + 2 * 80 * 32 * 4  # rows of 80 in three layers, index keys of 32 in two
     experts = [block.feed_forward.experts for block in list(model.blocks)[1:]]
-    held = sum(each.nbytes for e in experts for p in e.projections for each in (p.words, p.suh, p.svh))
+    held = sum(each.nbytes for (e,) in experts for p in e.projections for each in (p.words, p.suh, p.svh))
     apart = ("embedding", "rope_table", "correction_bias", "norm", "norm_weight", "norm_bias")
     held += sum(b.nbytes for name, b in model.named_buffers() if not name.removesuffix(".weight").endswith(apart))
     assert sum(cost.bytes for cost in costs + head) - cache == pytest.approx(held, rel=1e-6)
@@ -176,6 +178,8 @@ def test_every_weight_of_a_step_is_counted_once():
 def test_limit_is_the_sum_of_each_ops_own():
     costs = [Cost("memory", 1e6, 1e6), Cost("products", 1e3, 1e12)]
     assert limit_us(costs, gbps=1000, tflops=100) == pytest.approx(1 + 1e4)
+    decoding = [Cost("few bits", 1e6, 1e6, 8e6), Cost("many bits", 1e6, 1e6, 1e6)]  # 5 instructions each, 10^13 a second
+    assert limit_us(decoding, gbps=1000, tflops=100, instructions=1e13) == pytest.approx(4 + 1)
 
 
 def test_summary_of_kernels():

@@ -11,6 +11,7 @@ from exl3_triton import LLM
 from exl3_triton.model.graphs import DecodeGraphs, buckets, use_graphs
 from exl3_triton.model.layers import PlainExperts
 from exl3_triton.model.sampling import SamplingBatch, SamplingParams
+from exl3_triton.model.tokenizer import Tokenizer
 
 DEMO = exl3_triton.__path__[0] + "/demo"
 PROMPTS = ["In the beginning", "It is a truth universally acknowledged, that", "And Moses said unto", "The", "Call me"]
@@ -73,7 +74,7 @@ def texts(llm: LLM, params):
 def test_outputs_equal_those_without_graphs(speculate):
     """Bit for bit: a bucket's kernels are those of its rows, and padding rows change nothing."""
     model = exl3_triton.load(DEMO, device="cuda", progress=False, mtp=speculate > 0)
-    tokenizer = exl3_triton.Tokenizer.from_dir(DEMO)
+    tokenizer = Tokenizer.from_dir(DEMO)
     options = {"max_batch": 4, "speculate": speculate, "cache_tokens": 1024, "tokenizer": tokenizer}
     eager, graphed = LLM(model, graphs=False, **options), LLM(model, graphs=True, **options)
     assert "CUDA graphs" in graphed.describe()

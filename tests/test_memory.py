@@ -11,7 +11,7 @@ from fabricate import CONFIG, GQA, Fabricated
 
 import exl3_triton
 from exl3_triton import LLM, plan
-from exl3_triton.format import Codebook, ExpertWeights
+from exl3_triton.format import Codebook
 from exl3_triton.model import memory
 from exl3_triton.model.cache import Batch, KVCache
 from exl3_triton.model.checkpoint import TensorReader
@@ -41,8 +41,7 @@ def test_weight_bytes(family):
     model = model_of(family, bits=2.5, codebook=Codebook.MUL1)
     tensors = list(model.buffers())
     for block in model.blocks:
-        experts = getattr(block.feed_forward, "experts", None)
-        if isinstance(experts, ExpertWeights):
+        for experts in getattr(block.feed_forward, "experts", ()):
             tensors += [t for p in experts.projections for t in vars(p).values() if isinstance(t, torch.Tensor)]
     held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
     assert weight_bytes(model) == held > 1e5

@@ -375,6 +375,7 @@ def test_ranks_compute_what_one_process_does(tmp_path):
         ("two", "model", 2), ("two", "modelexperts", 2), ("two", "modelmtp", 2), ("four", "model", 4),
     ):  # fmt: skip
         found = check_same_everywhere(tmp_path / directory, label, size, expected)
+        assert found["least"] == 11 - size
         for prompt in (0, 1):
             assert torch.equal(found[f"greedy{prompt}"], alone[prompt]), (directory, label)
 

@@ -4,6 +4,7 @@ import json
 
 import golden
 import pytest
+import test_gpu
 import torch
 from fabricate import Fabricated, exl3_matrix
 from test_model import check_golden, relative
@@ -12,6 +13,7 @@ from exl3_triton import Codebook, FormatError, load, reference
 from exl3_triton.format import TrellisWeight
 from exl3_triton.model.checkpoint import Checkpoint, TensorReader
 from exl3_triton.model.inspect import format_report, inspect_checkpoint
+from exl3_triton.model.parallel import Shard
 from exl3_triton.model.rank_sliced import RankSliced
 from exl3_triton.ops._dispatch import override_backend
 
@@ -69,6 +71,14 @@ def test_logits_of_the_rank_sliced_demo(testdata, topk):
     model = load(path, progress=False, overrides={"index_topk": topk} if topk else None)
     assert [len(block.feed_forward.experts) for block in model.blocks if hasattr(block.feed_forward, "experts")] == [2] * 4
     check_golden(model, golden.read_tensors(path / "golden.safetensors"), "topk64." if topk else "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topk", [None, 64])
+def test_logits_of_the_rank_sliced_demo_on_a_gpu(testdata, topk):
+    path = testdata / "demo" / "demo-tr3-tp2"
+    model = load(path, device="cuda", progress=False, overrides={"index_topk": topk} if topk else None)
+    test_gpu.check_golden(model, golden.read_tensors(path / "golden.safetensors"), "topk64." if topk else "")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -421,6 +431,38 @@ def test_processes_that_do_not_divide_the_slices(tmp_path, size):
     sliced = RankSliced.of(Checkpoint.open(fabricate(4, 512).write(tmp_path)))
     with pytest.raises(FormatError, match=f"tp: found {size} processes, required a divisor of 4 .*cannot be cut again"):
         sliced.local(0, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_load_of_a_process(tmp_path, monkeypatch, size):
+    """A process reads its own slices and no other's, and refuses an incomplete set whichever rank's tensor is missing."""
+    sliced = fabricate(4, 512)
+    path, read = sliced.write(tmp_path / "whole"), []
+    original = TensorReader.read
+    monkeypatch.setattr(TensorReader, "read", lambda self, info: (read.append(info.name), original(self, info))[1])
+    for rank in range(size):
+        read.clear()
+        model = load(path, progress=False, shard=Shard(rank, size))
+        stored = range(rank * 4 // size, (rank + 1) * 4 // size)
+        assert {name.split(".rank")[1].split(".")[0] for name in read if ".rank" in name} == {str(each) for each in stored}
+        experts = model.blocks[1].feed_forward.experts
+        for each, number in zip(experts, stored, strict=True):
+            trellis = sliced.tensors[f"{PREFIX}.2.down_proj.rank{number}.trellis"]
+            assert torch.equal(each.down.expert(2).trellis, trellis)
+    del sliced.tensors[f"{PREFIX}.2.down_proj.rank3.suh"]
+    path = sliced.write(tmp_path / "damaged")
+    for rank in range(size):
+        with pytest.raises(FormatError, match=r"missing: layers\.1\.mlp\.experts\.2\.down_proj\.rank3\.suh"):
+            load(path, progress=False, shard=Shard(rank, size))
+
+
+def test_load_of_a_process_that_is_one_too_many(tmp_path):
+    path = fabricate(2, 256).write(tmp_path)
+    for size in (3, 4):
+        with pytest.raises(FormatError, match=f"tp: found {size} processes, required a divisor of 2"):
+            load(path, progress=False, shard=Shard(0, size))
+    with pytest.raises(FormatError, match="stored in slices by width, required whole ones to divide by expert"):
+        load(path, progress=False, shard=Shard(0, 2), expert_parallel=True)
 
 
 def test_plain_checkpoints_are_not_rank_sliced(tmp_path):

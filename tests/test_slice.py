@@ -15,7 +15,7 @@ from test_rank_sliced import fabricate
 from exl3_triton import Codebook, FormatError, cli, load, reference
 from exl3_triton.format import TrellisWeight
 from exl3_triton.model import slicing
-from exl3_triton.model.checkpoint import Checkpoint
+from exl3_triton.model.checkpoint import Checkpoint, TensorReader
 from exl3_triton.model.manifest import MANIFEST
 from exl3_triton.model.rank_sliced import RankSliced
 from exl3_triton.model.slicing import PARTIAL, slice_checkpoint
@@ -74,6 +74,23 @@ def test_logits_of_several_slices(tmp_path, tp, width):
     model = load(tmp_path / "sliced", progress=False, mtp=True)
     assert len(model.mtp.block.feed_forward.experts) == tp
     assert relative(model.logits(ids), expected) < 1e-5
+
+
+def test_slabs_are_read_in_few_runs(tmp_path, monkeypatch):
+    """Files that `slice` wrote hold the experts of a slab back to back: one read for each of its three parts."""
+    fabricated = plain()
+    run(fabricated, tmp_path)
+    read, original = [], TensorReader.read
+    monkeypatch.setattr(TensorReader, "read", lambda self, info: (read.append(info), original(self, info))[1])
+    model = load(tmp_path / "sliced", progress=False)
+    expected = 2 * 2 * 3 * 3  # layers, ranks, projections, parts
+    assert len([info for info in read if ".rank" in info.name]) == expected
+    down = model.blocks[2].feed_forward.experts[1].down
+    stored = all_tensors(tmp_path / "sliced")
+    for expert in range(4):
+        for part in ("trellis", "suh", "svh"):
+            name = f"model.layers.2.mlp.experts.{expert}.down_proj.rank1.{part}"
+            assert torch.equal(getattr(down.expert(expert), part), stored[name])
 
 
 @pytest.mark.parametrize("name", ["demo-exl3-3.0bpw-mcg", "demo-exl3-mixed-mul1"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_mtp import oracle_with_mtp
 from test_runner import collect, mixed
+from ties import moved_by_rounding
 
 import exl3_triton
 from exl3_triton.model.cache import Batch
@@ -51,10 +52,11 @@ def check_greedy(model, tokenizer, prompts, plain, number, params, *, tie=TIE, *
         different = [index for index, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1]]
         if different:
             at = different[0]
-            logits = model.logits(torch.tensor(tokenizer.encode(prompt) + expected[:at]))[-1]
+            before = tokenizer.encode(prompt) + expected[:at]
+            logits = model.logits(torch.tensor(before))[-1]
             margin = (logits[expected[at]] - logits[tokens[at]]).abs().item()
             print(f"{prompt!r}, token {at}: {tokens[at]} for {expected[at]}, logits {margin:.1e} apart")
-            assert margin < tie
+            assert margin < tie or margin < 2 * moved_by_rounding(model, before)
         else:
             assert tokens == expected
     stats = llm.speculation

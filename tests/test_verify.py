@@ -102,6 +102,25 @@ def test_manifest_and_files_that_do_not_match(tmp_path):
     ]
 
 
+def test_load_checks_hashes_where_it_is_asked_to(tmp_path, monkeypatch):
+    path = write(fabricate(), tmp_path, shards=2)
+    load(path, check_hashes=True, progress=False)
+    monkeypatch.setattr(TensorReader, "read", lambda *_: pytest.fail("a weight was read"))
+    shard = path / "model-00002-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(FormatError, match="model-00002-of-00002.safetensors: found SHA-256"):
+        load(path, check_hashes=True, progress=False)
+    lines = (path / MANIFEST).read_text().splitlines(keepends=True)
+    (path / MANIFEST).write_text("".join(line for line in lines if "model-0000" not in line))
+    with pytest.raises(FormatError, match="model-00001-of-00002.safetensors: not listed in MANIFEST.sha256; model-00002"):
+        load(path, check_hashes=True, progress=False)
+    (path / MANIFEST).unlink()
+    with pytest.raises(FormatError, match="found no MANIFEST.sha256"):
+        load(path, check_hashes=True, progress=False)
+
+
 @pytest.mark.parametrize("line", ["nonsense", "00  config.json", "0" * 64 + "  ../config.json", "0" * 64 + "  /etc/passwd"])
 def test_malformed_manifest(tmp_path, line):
     path = write(Fabricated(), tmp_path)

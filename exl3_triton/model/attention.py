@@ -110,16 +110,19 @@ class MLA(nn.Module):
         if self.indexer is not None:
             assert cache.index_keys is not None
             selected = self.indexer(x, q_latent, batch, cache.index_keys, table)
-        place = (batch.block_table, batch.sequence, batch.positions)
+        o = self._attend(q, batch, cache, selected)
+        out = self.o(rearrange(o, "token head v -> token (head v)"), torch.float32)
+        return ops.all_reduce(out, self.group), selected
+
+    def _attend(self, q: Tensor, batch: Batch, cache: LatentCache, selected: Tensor | None) -> Tensor:
+        """[T, heads, v] of turned queries [T, heads, D]; what is in the latent space, and large, lives no longer than this."""
+        c, place = self.config, (batch.block_table, batch.sequence, batch.positions)
         limits: dict[str, Any] = {
             "scale": c.softmax_scale, "max_context": batch.max_context, "latent_scale": cache.latent_scale
         }  # fmt: skip
         if batch.prefill and selected is None:
-            o = ops.mla_prefill(q, latent, self.w_uk, self.w_uv, *place, **limits)
-        else:
-            q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            q_nope = ops.head_matmul(q_nope, self.w_uk)
-            o, _ = ops.mla_decode(q_nope, q_rope, latent, *place, selected, **limits)
-            o = ops.head_matmul(o, self.w_uv.transpose(1, 2))
-        out = self.o(rearrange(o, "token head v -> token (head v)"), torch.float32)
-        return ops.all_reduce(out, self.group), selected
+            return ops.mla_prefill(q, cache.rows, self.w_uk, self.w_uv, *place, **limits)
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        absorbed = ops.head_matmul(q_nope, self.w_uk)
+        o, _ = ops.mla_decode(absorbed, q_rope, cache.rows, *place, selected, **limits)
+        return ops.head_matmul(o, self.w_uv.transpose(1, 2))

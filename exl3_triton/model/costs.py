@@ -1,12 +1,14 @@
 """What a forward pass has to read and multiply at least, op by op: the yardstick of the benchmarks.
 
-A kernel's limit is the larger of two times: its bytes over the memory's read rate, its FLOPs over the rate of a plain fp16
-matrix product. Bytes are weights and cache rows, each read once; activations, which mostly stay in the L2 cache, rotations,
+A kernel's limit is the largest of three times: its bytes over the memory's read rate, its FLOPs over the rate of a plain fp16
+matrix product, and the weights that it decodes over the rate at which `INSTRUCTIONS_PER_WEIGHT` instructions of the vector
+units decode them. Bytes are weights and cache rows, each read once; activations, which mostly stay in the L2 cache, rotations,
 norms and samplers count as nothing, so the sum over all ops is a lower bound that no kernel passes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from .gqa import GQA
 from .layers import Exl3Linear, PlainExperts, PlainLinear
 from .moe import MoE
 from .transformer import Transformer
+
+INSTRUCTIONS_PER_WEIGHT = 5  # what decoding a weight costs at least
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,22 @@ class Work:
 
 
 class Cost(NamedTuple):
-    """One op of a pass: bytes read, floating-point operations."""
+    """One op of a pass: bytes read, floating-point operations, weights decoded from trellises."""
 
     name: str
     bytes: float
     flops: float
+    decoded: float = 0.0
 
 
-def limit_us(costs: Iterable[Cost], *, gbps: float, tflops: float) -> float:
-    """The sum of the ops' own limits in microseconds, at a read rate in GB/s and a matrix product's TFLOP/s."""
-    return sum(max(cost.bytes / gbps / 1e3, cost.flops / tflops / 1e6) for cost in costs)
+def limit_us(costs: Iterable[Cost], *, gbps: float, tflops: float, instructions: float = math.inf) -> float:
+    """The sum of the ops' own limits in microseconds.
+
+    gbps: the read rate in GB/s; tflops: of a matrix product, in TFLOP/s; instructions: of all lanes of the vector units
+    together, a second, by default without a limit.
+    """
+    decode = 1e6 * INSTRUCTIONS_PER_WEIGHT / instructions
+    return sum(max(cost.bytes / gbps / 1e3, cost.flops / tflops / 1e6, cost.decoded * decode) for cost in costs)
 
 
 def pass_costs(model: Transformer, cache: KVCache, work: Work) -> list[Cost]:
@@ -91,10 +101,14 @@ def bytes_of(module: nn.Module) -> int:
 def _linears(module: Any, rows: int) -> list[Cost]:
     """The linear layers below a module, without an indexer's, which not every pass runs."""
     return [
-        Cost(name, bytes_of(each), 2.0 * rows * each.in_features * each.out_features)
+        Cost(name, bytes_of(each), 2.0 * rows * each.in_features * each.out_features, _decoded(each))
         for name, each in module.named_modules()
         if isinstance(each, (Exl3Linear, PlainLinear)) and not name.startswith("indexer.")
     ]
+
+
+def _decoded(layer: Exl3Linear | PlainLinear) -> float:
+    return float(layer.weight.padded_in * layer.weight.padded_out) if isinstance(layer, Exl3Linear) else 0.0
 
 
 def _row_bytes(cache: Tensor) -> int:
@@ -139,11 +153,12 @@ def _experts(moe: MoE, rows: int) -> list[Cost]:
     """Router and routed experts; of E experts evenly random routes of `rows` tokens reach E (1 - (1 - k / E) ** rows)."""
     c, experts = moe.config, moe.experts
     if isinstance(experts, PlainExperts):
-        whole = bytes_of(experts)
+        whole, decoded = bytes_of(experts), 0.0
     else:
         projections = [projection for part in experts for projection in part.projections]
         whole = sum(each.nbytes for p in projections for each in (p.words, p.suh, p.svh))
+        decoded = float(sum(p.num_experts * p.padded_in * p.padded_out for p in projections))
     reached = 1 - (1 - c.experts_per_token / c.num_experts) ** rows
     flops = 6.0 * rows * c.experts_per_token * c.hidden_size * c.moe_intermediate_size
     router = Cost("router", moe.gate.nbytes, 2.0 * rows * c.num_experts * c.hidden_size)
-    return [router, Cost("experts", whole * reached, flops)]
+    return [router, Cost("experts", whole * reached, flops, decoded * reached)]

@@ -6,7 +6,8 @@ rule is checked (the preflight), then on its real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -468,16 +469,17 @@ class WeightSource:
         )
         if not self._meta:
             local_parts, fill = parts[mine.start : mine.stop], self._uploader.fill
-            fill(slabs.words, (self._read(each["trellis"], cut.exl3("trellis")) for each in local_parts))
-            for suffix, slab in (("suh", slabs.suh), ("svh", slabs.svh)):
+            for suffix, slab in (("trellis", slabs.words), ("suh", slabs.suh), ("svh", slabs.svh)):
                 if common is not None and common.suffix == suffix:
                     fill(slab, [common.vector])
+                elif cut == _WHOLE and all(suffix in each for each in local_parts):
+                    fill(slab, map(self._read, _joined(each[suffix] for each in local_parts)))
                 else:
-                    fill(slab, (self._scales(each, suffix, cut) for each in local_parts))
+                    fill(slab, (self._part(each, suffix, cut) for each in local_parts))
         return slabs
 
-    def _scales(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
-        """The stored "suh" or "svh", or its legacy spelling; `check_scales` has seen the values."""
+    def _part(self, parts: Mapping[str, TensorInfo], suffix: str, cut: _Cut) -> Tensor:
+        """`cut` of a stored "trellis", "suh" or "svh", or of the legacy spelling; `check_scales` has seen the values."""
         if suffix in parts:
             return self._read(parts[suffix], cut.exl3(suffix))
         return expand_signs(self._read(parts[suffix[:2]], cut.exl3(suffix[:2])))
@@ -507,11 +509,26 @@ class WeightSource:
         return slab
 
 
+def _joined(infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
+    """The tensors' elements in order, those that lie back to back in a file as one tensor: `slice` writes them so."""
+    run: TensorInfo | None = None
+    for info in infos:
+        if run is not None and (run.file, run.offset + run.nbytes, run.dtype) == (info.file, info.offset, info.dtype):
+            run = run._replace(nbytes=run.nbytes + info.nbytes, shape=(math.prod(run.shape) + math.prod(info.shape),))
+        else:
+            if run is not None:
+                yield run
+            run = info
+    if run is not None:
+        yield run
+
+
 def _check_finite(batch: Sequence[tuple[TensorInfo, bytes]], names: Mapping[TensorInfo, str]) -> None:
     """Refuses NaN and infinity in stored fp16 vectors: all of them together, and one by one to find the culprit."""
 
     def finite(raw: bytes) -> bool:
-        return not raw or bool(torch.isfinite(torch.frombuffer(bytearray(raw), dtype=torch.float16)).all())
+        # an exponent of all ones; ten times as fast as torch.isfinite on fp16
+        return not raw or int(torch.frombuffer(bytearray(raw), dtype=torch.int16).bitwise_and(0x7C00).max()) < 0x7C00
 
     if not finite(b"".join(raw for _, raw in batch)):
         wrong = next(names[info] for info, raw in batch if not finite(raw))

@@ -50,3 +50,16 @@ def hash_problems(
         elif (found := hash_file(directory / name, advance)) != hashes[name]:
             problems.append(f"{name}: found SHA-256 {found}, required {hashes[name]} ({MANIFEST})")
     return problems
+
+
+def check_hashes(directory: Path, files: Iterable[str]) -> None:
+    """Reads the files whole; FormatError naming those that are not what `MANIFEST.sha256` lists, or where there is none."""
+    hashes = read_manifest(directory)
+    if hashes is None:
+        raise FormatError(f"{directory}: found no {MANIFEST}, required one to check hashes against")
+    files = sorted(files)
+    unlisted = [name for name in files if name not in hashes]
+    problems = [f"{name}: not listed in {MANIFEST}" for name in unlisted]
+    problems += hash_problems(directory, (name for name in files if name in hashes), hashes)
+    if problems:
+        raise FormatError(f"{directory}: {'; '.join(problems)}")

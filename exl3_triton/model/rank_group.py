@@ -137,11 +137,11 @@ class RankGroup:
         self._control(lambda: dist.broadcast_object_list(values, src=0, device=torch.device("cpu")))
         return values[0]
 
-    def smallest(self, value: int) -> int:
-        """The least of the ranks' values."""
-        values = torch.tensor([value])
-        self._control(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN))
-        return int(values)
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank."""
+        found = torch.tensor([value])
+        self._control(lambda: dist.all_reduce(found, op=dist.ReduceOp.MIN))
+        return int(found)
 
     def agree(self, what: str, value: Any) -> None:
         """Raises ValueError on ranks whose `value` is not that of rank 0."""

@@ -148,7 +148,7 @@ class LLM:
         context = max_context or min(model.max_context, DEFAULT_CONTEXT)
         num_pages = pages(model, model.device)
         if model.group is not None:  # ranks schedule alike, whatever memory each has
-            num_pages = model.group.smallest(num_pages)
+            num_pages = model.group.least(num_pages)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = min(context, num_pages * PAGE)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..format import ExpertWeights
 from ..plan import MoePlan, MoeSpec, default_policy, plan_moe
+from . import manifest
 from .attention import MLA
 from .cache import Batch, KVCache, pages_for
 from .checkpoint import Checkpoint
@@ -213,6 +214,7 @@ def load(
     shard: Shard | None = None,
     expert_parallel: bool = False,
     mode: str = "exact",
+    check_hashes: bool = False,
     progress: bool = True,
     check: Callable[[Transformer], object] | None = None,
 ) -> Transformer:
@@ -225,8 +227,9 @@ def load(
     mtp: also the next-token layer, for speculative decoding. group: the ranks that run the model together, of which each
     loads its part; environment variables alone divide nothing. shard: the part to load without partners, which can be looked
     at but not run. expert_parallel: ranks divide the routed experts by number instead of by width. mode: of `ops.linear`, for
-    all quantized matrices but the routed experts, which are always exact. progress: a bar on stderr, of rank 0. check: is
-    shown the model on the meta device, sizes without data, and may refuse it by raising.
+    all quantized matrices but the routed experts, which are always exact. check_hashes: first read all files and hold them
+    against `MANIFEST.sha256`, about as slow as `sha256sum`. progress: a bar on stderr, of rank 0. check: is shown the model on
+    the meta device, sizes without data, and may refuse it by raising.
 
     Everything that can be refused is refused from the headers, before any weight is read: raises FormatError (a ValueError)
     naming the tensor or key, what was found and what is required; ValueError for options that contradict each other.
@@ -255,6 +258,8 @@ def load(
         if check is not None:
             check(sizes)
         headers.check_scales()
+    if check_hashes:
+        manifest.check_hashes(checkpoint.path, {"config.json", *(info.file for info in checkpoint.tensors.values())})
     options: dict[str, Any] = {
         "partition": partition,
         "mode": mode,

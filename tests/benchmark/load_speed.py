@@ -3,6 +3,7 @@
     --layers N        layers of routed experts, 3.66 GB each (default: 5)
     --directory DIR   where the checkpoint goes (default: a temporary directory)
     --tp T            slices; all of them are loaded into this GPU (default: 4)
+    --order O         of tensors in the files: "name" (default), as published checkpoints have it, or "slab", as `slice` has
 
 A rank-sliced checkpoint of GLM-5.2's sizes whose files are holes, but for headers and codebook markers: it takes no space on
 disk, and once read it lies in the page cache like any other. Reported: GB/s of the second and third load, and of a plain copy
@@ -32,7 +33,15 @@ PRESET = pathlib.Path(__file__).parents[2] / "exl3_triton" / "model" / "presets"
 CODES = {torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32"}
 
 
-def write(directory: pathlib.Path, layers: int, tp: int) -> int:
+def slab_order(name: str) -> tuple:
+    """Sorts the tensors of a file in the order in which a loader fills its slabs."""
+    parts = name.split(".")
+    if ".rank" not in name:
+        return (name,)
+    return ("~", parts[7], parts[6], parts[8], int(parts[5]))
+
+
+def write(directory: pathlib.Path, layers: int, tp: int, order: str = "name") -> int:
     """The checkpoint: one dense layer and `layers` of experts, one file a layer; returns its bytes."""
 
     def sizes(layers: int) -> dict:
@@ -51,7 +60,8 @@ def write(directory: pathlib.Path, layers: int, tp: int) -> int:
             copied = name.replace(".layers.1.", f".layers.{copy}.")
             files.setdefault(f"model-layer-{copy}.safetensors", {})[copied] = (CODES[tensor.dtype], tuple(tensor.shape))
     for file, tensors in files.items():
-        write_headers_only(directory / file, tensors)
+        names = sorted(tensors, key=slab_order if order == "slab" else None)
+        write_headers_only(directory / file, {name: tensors[name] for name in names})
     write_index(directory, {name: file for file, tensors in files.items() for name in tensors})
     return sum(info.nbytes for info in Checkpoint.open(directory).tensors.values())
 
@@ -123,18 +133,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--order", choices=("name", "slab"), default="name")
     parser.add_argument("--directory", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.directory or pathlib.Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        total = write(directory, arguments.layers, arguments.tp)
+        total = write(directory, arguments.layers, arguments.tp, arguments.order)
         pinned = pinned_gbps()
         print(f"{total / 1e9:.2f} GB; a plain pinned copy: {pinned:.1f} GB/s", flush=True)
         rows = measure(directory, total)
     for row in rows:
-        row |= {"bytes": total, "pinned_gbps": round(pinned, 1), "of_pinned": round(row["gbps"] / pinned, 3)}
+        row |= {
+            "order": arguments.order,
+            "bytes": total,
+            "pinned_gbps": round(pinned, 1),
+            "of_pinned": round(row["gbps"] / pinned, 3),
+        }
     if arguments.out:
         arguments.out.write_text(json.dumps({"header": header(), "rows": rows}, indent=1) + "\n")
 

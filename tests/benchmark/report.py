@@ -34,12 +34,13 @@ def attention_table(rows: list[dict[str, Any]]) -> list[str]:
 def model_table(rows: list[dict[str, Any]]) -> list[str]:
     """One line a measurement; `gaps`: the part of a profiled step in which nothing ran for more than 3 us."""
     names = ("op", "model", "rank_of", "layers", "bits", "batch", "context", "us", "us_per_layer", "tokens_per_s")
-    head = [name.replace("_", " ") for name in names] + ["limit fraction", "gaps"]
+    head = [name.replace("_", " ") for name in names] + ["limit fraction", "roofline", "gaps"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         gaps = f"{row['gap_fraction']:.1%}" if "gap_fraction" in row else ""
         row = {**row, "model": f"{row['model']}, only experts quantized"} if row.get("experts_only") else row
-        lines.append("| " + " | ".join([*(str(row[name]) for name in names), f"{row['limit_fraction']:.3f}", gaps]) + " |")
+        fractions = [f"{row['limit_fraction']:.3f}", f"{row['roofline_fraction']:.3f}"]
+        lines.append("| " + " | ".join([*(str(row[name]) for name in names), *fractions, gaps]) + " |")
     return lines
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.bench import copies_for
+from exl3_triton.model.costs import INSTRUCTIONS_PER_WEIGHT
 from exl3_triton.timing import header, microseconds
 
 __all__ = ["copies_for", "header", "limit_fraction", "microseconds"]
-
-INSTRUCTIONS_PER_WEIGHT = 5  # what decoding a weight costs at least: the third bound of `limit_fraction`
 
 
 def limit_fraction(us: float, *, weight_bytes: float, flops: float, weights_decoded: float, limits: dict[str, Any]) -> float:
