@@ -1,4 +1,4 @@
-"""Starts ranks as torchrun would, on gloo and a CPU, for tests."""
+"""Starts ranks as torchrun would, for tests: on gloo and a CPU, or on NCCL and a GPU each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _context.set_forkserver_preload(["torch", "exl3_triton.model.runner"])  # ranks 
 class Ranks:
     """`size` processes of one job; those not in `started` never come. What they write goes to files in `directory`."""
 
-    def __init__(self, job: str, path: pathlib.Path, size: int, directory: pathlib.Path, *, timeout: float = 60, started=None):
+    def __init__(self, job, path, size: int, directory: pathlib.Path, *, timeout: float = 60, started=None, device="cpu"):
         directory.mkdir(exist_ok=True)
         self.directory, self.end = directory, time.monotonic() + 240
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         self.processes = {}
         for rank in range(size) if started is None else started:
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = (job, path, directory, timeout, mine)
+            arguments = (job, path, directory, timeout, mine, device)
             self.processes[rank] = _context.Process(target=_rank, args=arguments, daemon=True)
             self.processes[rank].start()
 
@@ -56,7 +56,7 @@ def _free_port() -> int:
                 return port
 
 
-def _rank(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float, environment: dict[str, str]) -> None:
+def _rank(job, path, directory: pathlib.Path, timeout: float, environment: dict[str, str], device: str) -> None:
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / f"{environment['RANK']}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     if (directory / "stdin").exists():  # all ranks share the launcher's; only one of them may read it
@@ -64,7 +64,7 @@ def _rank(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float,
         sys.stdin = shared.open()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    run(job, path, directory, timeout)
+    run(job, path, directory, timeout, device)
     sys.stdout.flush()
 
 
@@ -85,24 +85,26 @@ def logits_of(directory: pathlib.Path, group) -> None:
             for prompt in (0, 1):
                 found[f"{kind}{prompt}"] = torch.tensor([each.token_id for each in outputs if each.index == prompt])
         label = pathlib.Path(path).name + option
-        save_file({key: value.contiguous() for key, value in found.items()}, directory / f"{label}.{group.rank}.safetensors")
+        save_file(
+            {key: value.cpu().contiguous() for key, value in found.items()}, directory / f"{label}.{group.rank}.safetensors"
+        )
         print(f"{label}: {model.partition.describe()}")
 
 
-def run(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float) -> None:
+def run(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float, device: str) -> None:
     """One rank of a job: "cli", "logits", or a call of the model, a way to fail, and another call."""
     from exl3_triton import RankGroup, cli, load
 
     if job == "cli":
-        options = ["--device", "cpu", "--max-tokens", "6", "--rank-timeout", str(timeout)]
+        options = ["--device", device, "--max-tokens", "6", "--rank-timeout", str(timeout)]
         sys.exit(cli.main(["generate", str(path), "--prompt", "-", *options]))
 
-    with RankGroup.from_env("cpu", timeout=timeout) as group:
+    with RankGroup.from_env(device, timeout=timeout) as group:
         if job == "logits":
             logits_of(directory, group)
             return
         model = load(path, group=group, progress=False)
-        tokens = torch.arange(5)
+        tokens = torch.arange(5, device=group.device)
         model.logits(tokens)
         if job == "kill" and group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -190,9 +190,8 @@ def test_inspect(capsys):
     assert "glm_moe_dsa" in json.dumps(report)
     assert main(["inspect", str(DEMO)]) == 0
     assert "glm_moe_dsa" in capsys.readouterr().out
-    # four heads cannot be divided over 8 ranks
     assert main(["inspect", str(DEMO), "--tp", "8"]) == 0
-    assert "whole on every rank: attention, heads" in capsys.readouterr().out
+    assert "whole on every rank: attention, heads (1 x 4 for 8 ranks)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -454,3 +454,29 @@ def test_different_arguments_on_different_ranks_are_refused(failing):
 def test_rank_0_may_take_its_time_between_calls(tmp_path):
     results = Ranks("idle", fabricated().write(tmp_path / "model"), 2, tmp_path, timeout=10).wait()
     assert [(code, out) for code, out, _ in results.values()] == [(0, "done\n")] * 2
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ["demo-exl3-3.0bpw-mcg", "demo-tr3-tp2"])
+def test_two_gpus_reproduce_the_demos_by_nccl_and_graphs(tmp_path, testdata, name):
+    """`LLM` decodes by CUDA graphs there; fp16 activations, held to what one GPU reaches (test_gpu)."""
+    path = testdata / "demo" / name
+    reference = golden.read_tensors(path / "golden.safetensors")
+    tokens = reference["prompt2.input_ids"].long()
+    save_file({f"{path}": tokens, f"{path}|mtp": tokens.clone()}, tmp_path / "inputs.safetensors")
+    finish(Ranks("logits", path, 2, tmp_path, device="cuda"))
+    last = reference["prompt2.logits_last"].float()
+    for option in ("", "mtp"):
+        found = [load_file(tmp_path / f"{name}{option}.{rank}.safetensors") for rank in (0, 1)]
+        for key, value in found[0].items():
+            assert torch.equal(value, found[1][key]), key
+        torch.testing.assert_close(found[0]["logits"][-1], last, rtol=0, atol=4e-3 * float(last.abs().max()))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("job", "message"), [("kill", "rank 1 has given no sign of life"), ("hang", "rank 1 hangs")])
+def test_a_gpu_rank_at_fault_ends_the_others_by_name(tmp_path, job, message):
+    ranks = Ranks(job, fabricated().write(tmp_path / "model"), 2, tmp_path / job, timeout=30, device="cuda")
+    found = ranks.wait()
+    assert found[0][0] == 3, found
+    assert message in found[0][2], found

@@ -34,6 +34,7 @@ class CacheEcho:
     device = torch.device("cpu")
     dtype = torch.float32
     max_context = 1000
+    group = None
 
     def __init__(self, rule, vocab_size=300):
         self.config = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(EOS,), kv_lora_rank=0, model_type="rule")

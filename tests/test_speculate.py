@@ -140,7 +140,8 @@ class Markov:
     States are token ids, those of the draft layer behind the trunk's. There is no cache to get wrong here.
     """
 
-    device, dtype, mtp = torch.device("cpu"), torch.float32, SimpleNamespace(new_cache=lambda pages: None)
+    device, dtype, group = torch.device("cpu"), torch.float32, None
+    mtp = SimpleNamespace(new_cache=lambda pages: None)
 
     def __init__(self, vocab, sharpness=1.5):
         self.tables = sharpness * torch.randn(2 * vocab, vocab)
@@ -253,7 +254,7 @@ class TwoCaches:
     own cache; where `wrong` says so it drafts another token on purpose.
     """
 
-    device, dtype, max_context = torch.device("cpu"), torch.float32, 1000
+    device, dtype, max_context, group = torch.device("cpu"), torch.float32, 1000, None
 
     def __init__(self, wrong):
         self.config = SimpleNamespace(vocab_size=300, eos_token_ids=(), kv_lora_rank=0, model_type="rule")

@@ -87,6 +87,9 @@ def scratch_bytes(model: Transformer, work: Pass) -> int:
     if model.mtp is not None:  # joined embedding and state, and the projection of both
         layers = max(layers, (4 * size) * rows * c.hidden_size + _linears([model.mtp.projection], rows, 4, work.device))
     head = _linears([model.lm_head], work.heads, 4, work.device)
+    sizes, joined = model.partition.head_columns(c.vocab_size)
+    if joined is not None:  # this rank's columns padded, those of all ranks, and joined
+        head += 4 * work.heads * (max(sizes) * (1 + len(sizes)) + c.vocab_size)
     return states + chosen + max(layers, head)
 
 

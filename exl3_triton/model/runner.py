@@ -147,10 +147,8 @@ class LLM:
             raise ValueError(f"max_context: found {max_context}, the model allows at most {model.max_context} positions")
         context = max_context or min(model.max_context, DEFAULT_CONTEXT)
         num_pages = pages(model, model.device)
-        if model.group is not None:
-            num_pages = model.group.least(
-                num_pages
-            )  # the ranks' GPUs may have different room; their schedules must not differ
+        if model.group is not None:  # ranks schedule alike, whatever memory each has
+            num_pages = model.group.least(num_pages)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = min(context, num_pages * PAGE)
