@@ -15,10 +15,12 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import exl3_triton
+from autotune.bench import random_experts
 from exl3_triton import LLM, Exl3Linear, SamplingParams, ops, reference
 from exl3_triton._warmup import row_counts
 from exl3_triton.format import Codebook
 from exl3_triton.model.cache import Batch
+from exl3_triton.plan import MoeSpec, plan_moe
 
 pytestmark = pytest.mark.gpu
 
@@ -259,6 +261,21 @@ def test_no_linear_compiles_after_warmup():
             for layer in layers:
                 layer(x[:rows])
             ops.linears(x[:rows], weights)
+    assert compiled == []
+
+
+def test_no_experts_compile_after_warmup():
+    """5,000 calls of random row counts over a plan for this card, its table included."""
+    experts = random_experts(16, 512, 256, 3, Codebook.MCG)
+    plan = plan_moe(MoeSpec.of(experts, 4), max_tokens=2048, device="cuda")
+    bound = plan.bind(plan.new_arena("cuda"))
+    exl3_triton.warmup((experts, bound), 2048)
+    x = torch.randn(2048, 512, device="cuda", dtype=torch.float16)
+    ids, weights = torch.rand(2048, 16, device="cuda").topk(4).indices, torch.rand(2048, 4, device="cuda")
+    with compilations() as compiled:
+        for rows in torch.randint(1, 2049, (5000,), generator=torch.Generator().manual_seed(0)).tolist():
+            bound(x[:rows], experts, ids[:rows], weights[:rows])
+    torch.cuda.synchronize()
     assert compiled == []
 
 
