@@ -354,8 +354,25 @@ def greedy(path, tokens, **options):
 
 GQA = {
     "model_type": "glm4_moe", "head_dim": 64, "num_key_value_heads": 4, "num_attention_heads": 8, "partial_rotary_factor": 0.5,
-    "attention_bias": True, "use_qk_norm": True,
+    "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+
+
+def grouped() -> Fabricated:
+    """With grouped-query attention: biases, norms, and key-value heads that two ranks divide (a pair is a block of 128)."""
+    made = fabricated(**GQA)
+    c, hidden = made.config, made.config["hidden_size"]
+    for layer in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn"
+        for name in made.matching(f"{prefix}."):
+            del made.tensors[name]
+        for letter, heads in (("q", 8), ("k", 4), ("v", 4)):
+            made.linear(f"{prefix}.{letter}_proj", hidden, heads * 64)
+            made.plain(f"{prefix}.{letter}_proj.bias", heads * 64, dtype=torch.float16)
+        made.linear(f"{prefix}.o_proj", 8 * 64, hidden)
+        made.plain(f"{prefix}.q_norm.weight", 64)
+        made.plain(f"{prefix}.k_norm.weight", 64)
+    return made
 
 
 def test_ranks_compute_what_one_process_does(tmp_path):
@@ -364,7 +381,8 @@ def test_ranks_compute_what_one_process_does(tmp_path):
     tokens = torch.randint(0, 1100, (40,))
     inputs = {str(path): tokens, f"{path}|experts": tokens, f"{path}|mtp": tokens}
     four = start_logits(tmp_path / "four", {str(path): tokens}, 4)
-    two = start_logits(tmp_path / "two", inputs, 2)
+    gqa = grouped().write(tmp_path / "gqa")
+    two = start_logits(tmp_path / "two", inputs | {str(gqa): tokens}, 2)
     whole = load(path, progress=False)
     expected = whole.logits(tokens)
     outputs = finish(two)
@@ -378,6 +396,8 @@ def test_ranks_compute_what_one_process_does(tmp_path):
         assert found["least"] == 11 - size
         for prompt in (0, 1):
             assert torch.equal(found[f"greedy{prompt}"], alone[prompt]), (directory, label)
+    assert "gqa: rank 0 of 2" in outputs[0]
+    check_same_everywhere(tmp_path / "two", "gqa", 2, load(gqa, progress=False).logits(tokens))
 
 
 def test_two_ranks_reproduce_the_demos(tmp_path, testdata):
