@@ -1,4 +1,4 @@
-"""Every GPU test on this machine's card, with a summary: `python tests/run_on_gpu.py [--out DIR] [pytest options]`."""
+"""Every GPU test on this machine's card, with a summary: `python tests/run_on_gpu.py [--out DIR] [pytest options] [files]`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def main() -> int:
         print("no GPU here: these tests would run in Triton's interpreter (make test)", file=sys.stderr)
         return 2
     summary, start = Summary(), time.time()
-    tests = str(pathlib.Path(__file__).parent)
-    code = int(pytest.main([tests, "-q", "-p", "no:cacheprovider", "--tb=short", *arguments], plugins=[summary]))
+    named = any(pathlib.Path(argument.split("::")[0]).exists() for argument in arguments)
+    tests = [] if named else [str(pathlib.Path(__file__).parent)]
+    code = int(pytest.main([*tests, "-q", "-p", "no:cacheprovider", "--tb=short", *arguments], plugins=[summary]))
     import triton
 
     header = {
