@@ -33,9 +33,10 @@ from triton.compiler import ASTSource
 
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops._dispatch import OVERLAP_ROWS
+from exl3_triton.ops.decode_once import _FOLD_WARPS, _decode_kernel, _fold_kernel
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
-from exl3_triton.ops.linear import _decode_kernel, _product_kernel, _reduce_kernel
+from exl3_triton.ops.linear import _product_kernel, _reduce_kernel
 from exl3_triton.ops.modes import MODES, PARTS
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
 from exl3_triton.ops.tuning import Device, LinearConfig, select_linear
@@ -290,6 +291,15 @@ def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditRepor
     signature: dict[str, Any] = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
     signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
     return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
+
+
+def audit_fold(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
+    """The kernel that decodes a matrix once to its original basis; decoded weights are multiplied there, twice."""
+    constants = {"N": 4096, "K": 4096, "GROUP": 4, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
+    constants["VARIANT"] = layout_variant_for(gpu.backend, gpu.arch)
+    signature = {"words": "*i32", "suh": "*fp16", "svh": "*fp16", "out": "*fp16", "first": "i32"}
+    options = {"num_warps": _FOLD_WARPS}
+    return audit(_fold_kernel, signature, constants, gpu, options, labels={"bits": bits, "codebook": codebook.label})
 
 
 def audit_decode(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:

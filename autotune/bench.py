@@ -21,7 +21,7 @@ from .problems import LinearProblem, MoeProblem, Problem
 from .space import Config, MoeConfig
 
 # by name, because the ops have the names of their modules
-linear, moe = (importlib.import_module(f"exl3_triton.ops.{name}") for name in ("linear", "moe"))
+decode_once, linear, moe = (importlib.import_module(f"exl3_triton.ops.{name}") for name in ("decode_once", "linear", "moe"))
 
 TOLERANCE = 2e-3
 """Largest relative error (Frobenius norm) of a right candidate: fp16 activations and products of 11 bits give about 5e-4."""
@@ -51,7 +51,7 @@ def random_matrix(k: int, n: int, bits: float, codebook: Codebook, device: str =
     trellis = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, device=device)
     suh = torch.randn(shape[0] * 16, device=device).sign() * 0.02
     svh = torch.randn(shape[1] * 16, device=device).sign()
-    return TrellisWeight(trellis, suh.half(), svh.half(), codebook, None, k, n)
+    return TrellisWeight(trellis, suh.half(), svh.half(), codebook, None, k, n, foldable=True)
 
 
 def random_experts(
@@ -169,7 +169,7 @@ def compile_here(bench: Bench, config: Config | None) -> list[Features]:
     """
     kernel = moe.expert_gemm_kernel
     if isinstance(bench, LinearBench):
-        kernel = linear._decode_kernel if config is None else linear._product_kernel
+        kernel = decode_once._decode_kernel if config is None else linear._product_kernel
     kernel.device_caches.clear()
     bench.calls(config)[0]()
     torch.cuda.synchronize()

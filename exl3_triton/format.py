@@ -125,12 +125,30 @@ def expand_signs(packed: Tensor) -> Tensor:
     return (1 - 2 * (bits & 1)).to(torch.float16).reshape(-1)
 
 
+def fits_half(suh: Tensor, svh: Tensor) -> bool:
+    """Whether fp16 holds the matrix in the original basis as well as it holds the stored values; reads suh and svh.
+
+    In the original basis a weight is of the size of |suh_k svh_n|, and at most 1024 times that (stored values are below 8, a
+    rotation of 128 of them keeps their norm). Asked for: at most 32 |suh svh|, so that nothing overflows, and in the root mean
+    square of every row and column that is not zero at least 2^-14, the smallest normal number, so that the fixed step of
+    subnormals (2^-24) adds no more than the relative rounding of normal numbers. Tensors on the meta device: False.
+    """
+    if suh.is_meta or svh.is_meta:
+        return False
+    scales = (suh.float().abs(), svh.float().abs())
+    sizes = [scale.square().mean().sqrt() for scale in scales]
+    least = [scale.masked_fill(scale == 0, torch.inf).min() for scale in scales]
+    small = torch.minimum(least[0] * sizes[1], least[1] * sizes[0]) >= 2**-14
+    return bool(small & (scales[0].max() * scales[1].max() <= 32))
+
+
 @dataclass(frozen=True, eq=False)
 class TrellisWeight:
     """One quantized matrix (in, out), y = x W.
 
     trellis: int16 [in_padded/16, out_padded/16, 16*K]; suh: fp16 [in_padded]; svh: fp16 [out_padded];
     bias: fp16 [out_padded] or None; in_features, out_features: logical sizes (the stored ones are padded to 128).
+    foldable: `fits_half` of the scales, None (not known, counts as no) unless given; an `Exl3Linear` finds it out.
     Raises FormatError on construction when a tensor breaks a rule; the data of suh and svh is checked by `from_tensors` only.
     """
 
@@ -141,6 +159,7 @@ class TrellisWeight:
     bias: Tensor | None = None
     in_features: int = 0
     out_features: int = 0
+    foldable: bool | None = None
 
     def __post_init__(self) -> None:
         check_trellis("trellis", self.trellis, self.codebook)

@@ -4,6 +4,7 @@ rows.
 
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from rounding import rounding
 from test_trellis import FORMATS, format_id, random_weight
 
 from exl3_triton import reference
-from exl3_triton.format import Codebook, TrellisWeight
+from exl3_triton.format import Codebook, TrellisWeight, fits_half
+from exl3_triton.ops import decode_once
 from exl3_triton.ops.linear import _launch_linears, linear, linears
-from exl3_triton.ops.tuning import Device, LinearConfig, device_of, regimes, select_linear
+from exl3_triton.ops.tuning import Device, LinearConfig, device_of, folds, regimes, select_linear
 
 pytest.importorskip("triton")
 
@@ -22,11 +24,15 @@ SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
 AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
 
 
-def launch(x, weights, config=None, out_dtype=None, mode="exact"):
-    """The launcher itself, to force a configuration."""
+def launch(x, weights, config=None, out_dtype=None, mode="exact", fold=None):
+    """The launcher itself, to force a configuration, or decoding once in one of its forms."""
     fields = ([w.trellis for w in weights], [w.suh for w in weights], [w.svh for w in weights], [w.bias for w in weights])
     codebooks, sizes = [int(w.codebook) for w in weights], [w.out_features for w in weights]
-    return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config, mode)
+    with pytest.MonkeyPatch.context() as patch:
+        if fold is not None:
+            patch.setattr(sys.modules["exl3_triton.ops.linear"], "select_linear", lambda *_: None)
+            patch.setattr(sys.modules["exl3_triton.ops.linear"], "folds", lambda *_: fold)
+        return _launch_linears(x, *fields, codebooks, sizes, out_dtype or x.dtype, config, mode, bool(fold))
 
 
 def plain(weight):
@@ -82,11 +88,96 @@ def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, 
 @pytest.mark.parametrize("m", [17, 33, 65, 256])
 def test_linear_of_one_hot_rows_in_the_other_regimes(device, triton_backend, m, monkeypatch):
     """The last one decodes once; with little scratch it does so in two slices of the columns."""
-    monkeypatch.setattr(sys.modules["exl3_triton.ops.linear"], "SCRATCH_ELEMENTS", 128 * 128)
+    monkeypatch.setattr(sys.modules["exl3_triton.ops.decode_once"], "SCRATCH_ELEMENTS", 128 * 128)
     weight = plain(random_weight(2.5, Codebook.MUL1, 128, 256, device))
     rows = torch.arange(m) % 128
     y = linear(one_hot(rows, 128).to(device), weight).cpu()
     assert torch.equal(y, butterfly(reference.decode(weight.trellis.cpu(), Codebook.MUL1)[rows]))
+
+
+def foldable(weight):
+    found = replace(weight, foldable=fits_half(weight.suh, weight.svh))
+    assert found.foldable
+    return found
+
+
+@pytest.mark.parametrize("columns", [384, 128], ids=["whole", "slices"])
+@pytest.mark.parametrize(
+    ("bits", "codebook"), [(3, Codebook.MCG), (2.5, Codebook.MUL1), (7, Codebook.THREE_INST)], ids=format_id
+)
+def test_folded_one_hot_rows_return_the_matrix_in_its_original_basis(
+    device, triton_backend, bits, codebook, columns, monkeypatch
+):
+    """Weights are rounded to fp16 twice, once as an inner product of a rotation, which spreads that error over 128 weights."""
+    monkeypatch.setattr(decode_once, "SCRATCH_ELEMENTS", 256 * columns)
+    weight = foldable(random_weight(bits, codebook, 256, 384, device, 200, 300))
+    rows = torch.arange(300) % 200
+    x = torch.eye(200, dtype=torch.float16)[rows].to(device)
+    exact = reference.dequantize(weight.to("cpu"), False).double()[rows]
+    y = launch(x, [weight], out_dtype=torch.float32, fold=True)[0].double().cpu()
+    assert y.shape == exact.shape == (300, 300)
+    assert exact.norm() > 0
+    assert (y - exact).norm() / exact.norm() < 1.1 * rounding(torch.float16)
+    scale = weight.suh.float().cpu()[rows, None] * weight.svh.float().cpu()[None, :300]  # a weight in that basis is below 32
+    assert ((y - exact).abs() / scale.abs()).max() < 32 * rounding(
+        torch.float16
+    )  # stored values are below 8, their rotation too
+
+
+@pytest.mark.parametrize("m", [1, 67, 257])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_folded_products_are_right(device, triton_backend, dtype, out_dtype, m):
+    """The same bound as with rotations: one rounding of independent factors (here weights, and those of x beyond 11 bits)."""
+    weight = random_weight(3, Codebook.MCG, 384, 256, device, 300, 200)
+    bias = torch.randn(256).half().to(device)
+    for b in (None, bias):
+        each = foldable(replace(weight, bias=b))
+        x = torch.randn(m, 2, 300).to(dtype).to(device)[:, 1]
+        check(launch(x, [each], out_dtype=out_dtype, fold=True)[0], x, each, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e-30, 1e5, 1e30])
+def test_folded_rows_of_any_size_stay_right(device, triton_backend, dtype, size):
+    weight = foldable(random_weight(3, Codebook.MCG, 256, 128, device))
+    x = (torch.randn(5, 256) * torch.tensor([size, 1.0, 0.0, size, 1e-3])[:, None]).to(dtype).to(device)
+    y = launch(x, [weight], fold=True)[0]
+    assert y.isfinite().all()
+    assert (y[2] == 0).all()
+    for row in (0, 1, 3, 4):
+        check(y[row : row + 1], x[row : row + 1], weight, out_dtype=dtype)
+
+
+def test_folded_outputs_beyond_the_range_of_fp16(device, triton_backend):
+    weight = foldable(random_weight(3, Codebook.MCG, 256, 128, device))
+    x = (torch.randn(3, 256) * 2e6).bfloat16().to(device)
+    y = launch(x, [weight], fold=True)[0]
+    assert y.abs().max() > 1e6
+    check(y, x, weight, out_dtype=torch.bfloat16)
+
+
+def test_what_may_be_folded(device, triton_backend):
+    """Only matrices that say so, with many rows; the others are rotated, exact weights and all."""
+    weight = random_weight(3, Codebook.MCG, 128, 256, device)
+    ones, zero = torch.ones(128).half(), torch.zeros(128).half()
+    assert fits_half(weight.suh, weight.svh)
+    assert fits_half(torch.cat([ones, zero]), ones)
+    assert not fits_half(ones * 2**-8, ones * 2**-8)
+    assert not fits_half(ones, torch.cat([ones, ones * 2**-16]))
+    assert not fits_half(ones * 8, ones * 8)
+    assert not fits_half(ones.to("meta"), ones)
+    assert folds(4096, 6144, 12288)
+    assert folds(300, 6144, 512)
+    assert not folds(512, 6144, 12288)
+    x = torch.randn(300, 128).half().to(device)
+    rotated, folded = linear(x, weight), linear(x, foldable(weight))
+    assert torch.equal(rotated, launch(x, [weight], fold=False)[0])
+    assert torch.equal(folded, launch(x, [weight], fold=True)[0])
+    assert not torch.equal(rotated, folded)
+    assert torch.equal(linear(x[:200], foldable(weight)), linear(x[:200], weight))
+    assert torch.equal(linear(x, foldable(weight), mode="precise"), linear(x, weight, mode="precise"))
+    assert torch.equal(linears(x, [foldable(weight), weight])[0], rotated)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def check(y, x, weight, mode, out_dtype=torch.float32):
 @pytest.mark.parametrize("mode", APPROXIMATE)
 def test_modes_agree_with_float64(device, triton_backend, mode, m, monkeypatch):
     """The last number of rows decodes once (int8: does not), with little scratch, in two slices of the columns."""
-    monkeypatch.setattr(importlib.import_module("exl3_triton.ops.linear"), "SCRATCH_ELEMENTS", 256 * 128)
+    monkeypatch.setattr(importlib.import_module("exl3_triton.ops.decode_once"), "SCRATCH_ELEMENTS", 256 * 128)
     weight = matrix(mode, 3, 256, 256 if m > 255 else 128, device)
     x = torch.randn(m, 256, device=device)
     check(linear(x, weight, mode=mode), x, weight, mode)

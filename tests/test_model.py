@@ -117,7 +117,7 @@ BF16 = {
     "deepseek_v2_lite": (2e-3, 0.94),
     "deepseek_v3": (4e-3, 0.90),
     "deepseek_v32": (0.06, 0.80),
-    "glm4_moe": (2e-4, 0.94),
+    "glm4_moe": (0.01, 0.94),
     "glm4_moe_lite": (0.02, 0.88),
     "glm_moe_dsa": (0.15, 0.55),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..format import Codebook, TrellisWeight, padded_size
+from ..format import Codebook, TrellisWeight, fits_half, padded_size
 from ..ops.modes import check_mode
+
+
+def _with_foldable(weight: TrellisWeight) -> TrellisWeight:
+    return replace(weight, foldable=fits_half(weight.suh, weight.svh))
 
 
 class Exl3Linear(nn.Module):
@@ -39,7 +44,7 @@ class Exl3Linear(nn.Module):
         if (marker := weight.codebook.marker) is not None:
             bits = torch.tensor(marker - (1 << 32), dtype=torch.int32, device=weight.device)
             self.register_buffer(weight.codebook.label, bits)
-        self.weight = weight
+        self.weight = weight if weight.foldable is not None else _with_foldable(weight)
         self.register_load_state_dict_post_hook(lambda module, _: module._rebuild())
 
     @classmethod
@@ -65,7 +70,7 @@ class Exl3Linear(nn.Module):
 
     def _rebuild(self) -> None:
         buffers = (self.trellis, self.suh, self.svh, self.codebook, self.bias)
-        self.weight = TrellisWeight(*buffers, self.in_features, self.out_features)
+        self.weight = _with_foldable(TrellisWeight(*buffers, self.in_features, self.out_features))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Exl3Linear:
         def keep_dtype(tensor: Tensor) -> Tensor:

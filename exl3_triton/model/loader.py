@@ -25,6 +25,7 @@ from ..format import (
     TrellisWeight,
     check_scales,
     expand_signs,
+    fits_half,
     padded_size,
 )
 from ..ops.modes import check_mode
@@ -195,7 +196,8 @@ class WeightSource:
             check_mode(name, self.mode, [matrix])
             bias = None if matrix.bias is None else place(matrix.bias)
             placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
-            weight = TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features)
+            foldable = fits_half(matrix.suh, matrix.svh)
+            weight = TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features, foldable)
             return Exl3Linear(weight, self.mode)
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:

@@ -31,7 +31,7 @@ from torch import nn
 
 from ..kv_format import PAGE
 from ..ops import attention, gqa, indexer, prefill
-from ..ops.linear import SCRATCH_ELEMENTS
+from ..ops.decode_once import SCRATCH_ELEMENTS
 from ..ops.router import SEGMENT, SEGMENT_WIDE, SPLIT_TOKENS
 from ..ops.tuning import device_of, select_linear
 from .attention import MLA, Indexer

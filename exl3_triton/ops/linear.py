@@ -3,7 +3,7 @@
 Up to a few hundred rows the weights are decoded inside the product, in three launches at most: the rotation of the
 activations (`hadamard.launch_rotate_input`), the product, and, where it is split over k, a reduction. The last one writes y:
 output rotation, svh, the row's power of two, bias and the cast in one place. With more rows the weights are decoded once
-into fp16 scratch and `torch.mm` does the product (`_decode_once`).
+into fp16 scratch and `torch.mm` does the product (`decode_once.py`).
 
 The product has weights as its first operand and tokens as its second, so the decoded tile never leaves registers and a few
 tokens cost a small instruction. A program owns 128 output features (a rotation block) of BLOCK_M tokens. Matrices of one
@@ -25,14 +25,12 @@ from ..format import Codebook, TrellisWeight
 from ._args import FLOATS, as_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
-from .hadamard import launch_rotate_input, rotate_columns, rotate_rows, scale_by_power
+from .decode_once import finish_rows, launch_folded, launch_rotated, scale_rows
+from .hadamard import launch_rotate_input, rotate_columns, scale_by_power
 from .layout import WORD_ORDER, layout_variant
 from .modes import PARTS, check_mode, launch_quantize_rows, raw_product
-from .trellis import decode_tiles, decode_words, load_tiles, tile_address, trellis_words
-from .tuning import LinearConfig, device_of, select_linear
-
-SCRATCH_ELEMENTS = 1 << 27  # fp16 weights that `_decode_once` holds at a time: 256 MiB
-_FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
+from .trellis import decode_tiles, decode_words, load_tiles, trellis_words
+from .tuning import LinearConfig, device_of, folds, select_linear
 
 
 @dataclass(frozen=True)
@@ -215,16 +213,6 @@ def _product_kernel(
                 tl.store(partial + at, acc, mask=live)
 
 
-@triton.jit
-def _finish_rows(acc, exponents, svh, bias, y, rows, live, column, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
-    """Raw products fp32 [ROWS, 128] -> y[rows, column]; rows and live [ROWS, 1], column [1, 128]."""
-    result = rotate_rows(acc, ROWS) * tl.load(svh + column).to(tl.float32)
-    result = scale_by_power(result, tl.load(exponents + rows, mask=live, other=0))
-    if BIAS:
-        result += tl.load(bias + column).to(tl.float32)
-    tl.store(y + rows.to(tl.int64) * OUT + column, result.to(y.dtype.element_ty), mask=live & (column < OUT))
-
-
 @triton.jit(do_not_specialize=["m"])
 def _reduce_kernel(
     exponents,
@@ -254,7 +242,7 @@ def _reduce_kernel(
         if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
             blocks_each: tl.constexpr = CLASSES[c][2] // 128
             index = (block - CLASSES[c][7]) // blocks_each
-            _finish_rows(
+            finish_rows(
                 raw_product(acc, affine, (CLASSES[c][5] + index) * m + row, row < m, len(svh) * m),
                 exponents + (CLASSES[c][5] + index) * m,
                 _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
@@ -269,91 +257,6 @@ def _reduce_kernel(
             )
 
 
-@triton.jit
-def _decode_kernel(
-    words,
-    out,
-    first,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TWICE_BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    VARIANT: tl.constexpr,
-):
-    """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] as stored, k in the order of
-    `k_order`.
-    """
-    block = tl.program_id(0)
-    kb = tl.program_id(1)
-    tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
-    w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
-    n = block * 128 + tl.arange(0, 128)
-    tl.store(out + n.to(tl.int64)[:, None] * K + (kb * 128 + tl.arange(0, 128))[None, :], w)
-
-
-@triton.jit(do_not_specialize=["m", "first", "width"])
-def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
-    """Program (128 output features from feature 128 `first` on, ROWS rows) of raw products [m, width]."""
-    n = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    live = rows < m
-    acc = tl.load(raw + rows.to(tl.int64) * width + n, mask=live, other=0.0)
-    _finish_rows(acc, exponents, svh, bias, y, rows, live, first * 128 + n, OUT, BIAS, ROWS)
-
-
-def _wide_product(x: Tensor, w: Tensor) -> Tensor:
-    """x w in fp32 from fp16 operands."""
-    if x.is_cuda:
-        return torch.mm(x, w, out_dtype=torch.float32)
-    return x.float() @ w.float()  # the interpreter's host has no fp16 product with fp32 results
-
-
-def _decode_once(
-    xh: Tensor, exponents: Tensor, trellis: Tensor, svh: Tensor, bias: Tensor | None, codebook: int, y: Tensor
-) -> None:
-    """One matrix for many rows: W_rotated into fp16 scratch, `torch.mm` into fp32, then the output's end.
-
-    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS
-    fp16 weights (or 128 columns of them) and fp32 [m, as many columns] (twice with low parts), for one slice of the columns at
-    a time.
-    """
-    m, k = xh.shape[-2:]
-    columns = trellis.shape[1] * 16
-    width = min(columns, max(128, SCRATCH_ELEMENTS // k // 128 * 128))
-    weights = torch.empty((width, k), dtype=torch.float16, device=xh.device)
-    rows = _FINISH_ROWS
-    for start in range(0, columns, width):
-        size = min(width, columns - start)
-        _decode_kernel[(size // 128, k // 128)](
-            trellis_words(trellis),
-            weights,
-            start // 128,
-            N=columns,
-            K=k,
-            TWICE_BITS=trellis.shape[2] // 8,
-            CODEBOOK=codebook,
-            VARIANT=layout_variant(xh.device),
-            num_warps=4,
-        )
-        raw, *low = (_wide_product(part, weights[:size].t()) for part in (xh if xh.dim() == 3 else xh[None]))
-        if low:
-            raw += low[0]
-        _finish_kernel[(size // 128, triton.cdiv(m, rows))](
-            raw,
-            exponents,
-            svh,
-            svh if bias is None else bias,
-            y,
-            m,
-            start // 128,
-            size,
-            OUT=y.shape[-1],
-            BIAS=bias is not None,
-            ROWS=rows,
-            num_warps=1,
-        )
-
-
 def _launch_linears(
     x: Tensor,
     trellises: Sequence[Tensor],
@@ -365,6 +268,7 @@ def _launch_linears(
     out_dtype: torch.dtype,
     config: LinearConfig | None = None,
     mode: str = "exact",
+    foldable: bool = False,
 ) -> list[Tensor]:
     outputs = [torch.empty((*x.shape[:-1], features), dtype=out_dtype, device=x.device) for features in out_features]
     if x.numel() == 0:
@@ -389,11 +293,17 @@ def _launch_linears(
     parts = PARTS[mode] if config else 1
     variant = layout_variant(x.device) | (WORD_ORDER if parts > 1 else 0)
     with device_guard(x):
+        if config is None and foldable and mode == "exact" and folds(m, padded_in, 128 * blocks):
+            x, scales = (x, None) if x.dtype == torch.float16 else scale_rows(x)
+            for i in order:
+                y = outputs[i].view(m, out_features[i])
+                launch_folded(x, scales, trellises[i], suh[i], svh[i], biases[i], codebooks[i], y)
+            return outputs
         xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in, variant, low=mode == "precise")
         if config is None:
             for place, i in enumerate(order):
                 y = outputs[i].view(m, out_features[i])
-                _decode_once(xh[..., place, :, :], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
+                launch_rotated(xh[..., place, :, :], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
             return outputs
         xh, affine = launch_quantize_rows(xh) if mode == "int8" else (xh, exponents)
         token_blocks = triton.cdiv(m, config.block_m)
@@ -453,9 +363,11 @@ def _linears_body(
     out_features: Sequence[int],
     out_dtype: torch.dtype,
     mode: str = "exact",
+    foldable: bool = False,
 ) -> list[Tensor]:
     if use_triton(x):
-        return _launch_linears(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype, mode=mode)
+        fields = (trellises, suh, svh, biases, codebooks, out_features)
+        return _launch_linears(x, *fields, out_dtype, mode=mode, foldable=foldable)
     weights = (
         TrellisWeight(t, u, v, Codebook(codebook), bias, x.shape[-1], features)
         for t, u, v, bias, codebook, features in zip(trellises, suh, svh, biases, codebooks, out_features)
@@ -473,8 +385,9 @@ def _linear_body(
     out_features: int,
     out_dtype: torch.dtype,
     mode: str = "exact",
+    foldable: bool = False,
 ) -> Tensor:
-    return _linears_body(x, [trellis], [suh], [svh], [bias], [codebook], [out_features], out_dtype, mode)[0]
+    return _linears_body(x, [trellis], [suh], [svh], [bias], [codebook], [out_features], out_dtype, mode, foldable)[0]
 
 
 _linears_op = torch.library.custom_op("exl3_triton::linears", _linears_body, mutates_args=())
@@ -482,12 +395,12 @@ _linear_op = torch.library.custom_op("exl3_triton::linear", _linear_body, mutate
 
 
 @_linears_op.register_fake
-def _(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype, mode="exact"):
+def _(x, trellises, suh, svh, biases, codebooks, out_features, out_dtype, mode="exact", foldable=False):
     return [x.new_empty((*x.shape[:-1], features), dtype=out_dtype) for features in out_features]
 
 
 @_linear_op.register_fake
-def _(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, mode="exact"):
+def _(x, trellis, suh, svh, bias, codebook, out_features, out_dtype, mode="exact", foldable=False):
     return x.new_empty((*x.shape[:-1], out_features), dtype=out_dtype)
 
 
@@ -508,10 +421,11 @@ def linear(x: Tensor, w: TrellisWeight, *, out_dtype: torch.dtype | None = None,
     x: [..., in_features] fp16, bf16 or fp32, any leading shape (also empty) and any strides. Returns [..., out_features],
     contiguous, in `out_dtype` (default: that of x). Weights are exact; the rotated activations are rounded to fp16 once,
     under a power of two a row, so any finite x gives a right result wherever that fits `out_dtype`. Sums are fp32, rounded
-    once. mode, with the error of y before its rounding to `out_dtype`, relative in the root mean square, as measured with the
-    kernels in Triton's interpreter at 2048 inputs (on a CPU "exact" and "precise" are the same fp32 product):
+    once. With many rows (`tuning.folds`) it is not x but the weights of a `foldable` matrix that are rounded to fp16, in the
+    original basis. mode, with the error of y before its rounding to `out_dtype`, relative in the root mean square, as measured
+    with the kernels in Triton's interpreter at 2048 inputs (on a CPU "exact" and "precise" are the same fp32 product):
 
-        exact    2.0e-4, the rounding of the activations
+        exact    2.0e-4, the rounding of the activations; 2.9e-4 with many rows
         precise  2e-7: exact weights, activations as two fp16 values each; twice the matrix products
         split    MCG and 3INST only, 3.0e-4: weights are their two summands, not rounded to fp16; as exact where weights are
                  decoded once (more than 255 rows)
@@ -524,7 +438,7 @@ def linear(x: Tensor, w: TrellisWeight, *, out_dtype: torch.dtype | None = None,
     _check("linear", x, w, out_dtype)
     check_mode("linear", mode, [w])
     sizes = (int(w.codebook), w.out_features)
-    return call(_linear_op, _linear_body, x, w.trellis, w.suh, w.svh, w.bias, *sizes, out_dtype, mode)
+    return call(_linear_op, _linear_body, x, w.trellis, w.suh, w.svh, w.bias, *sizes, out_dtype, mode, bool(w.foldable))
 
 
 def linears(
@@ -553,4 +467,5 @@ def linears(
         [w.out_features for w in weights],
         out_dtype,
         mode,
+        all(w.foldable for w in weights),
     )

@@ -1,0 +1,310 @@
+"""A matrix product for many rows: the weights decoded once into fp16 scratch, then `torch.mm`.
+
+Two forms (`tuning.folds` chooses):
+
+    rotated  x is rotated to fp16 (`hadamard.launch_rotate_input`), the scratch holds the stored values, exact, and the product
+             is rotated back: kernels that read and write m rows twice.
+    folded   the scratch holds the matrix in the original basis, diag(suh) P W_rotated P diag(svh), rounded to fp16. Nothing of
+             x is rotated; an fp16 product of fp16 x is one call of cuBLAS that writes y. Only where `TrellisWeight.foldable`.
+
+Folding costs two small matrix products a tile: decoded weights are the first operand of the one that rotates k; its result,
+rounded to fp16, is the second operand of the one that rotates n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ._triton import tl, triton
+from .hadamard import exponent_of, rotate_rows, scale_by_power
+from .layout import k_order, layout_variant
+from .trellis import decode_tiles, tile_address, trellis_words
+
+SCRATCH_ELEMENTS = 1 << 27  # fp16 weights in scratch at a time: 256 MiB
+_FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
+_FOLD_WARPS = 4
+_FOLD_PROGRAMS = 1024  # a program folds several blocks of k, one after the other, where there are more blocks than this
+_WIDE = 1024  # columns that a program of `_scale_rows_kernel` and `_finish_folded_kernel` takes
+
+
+@triton.jit
+def finish_rows(acc, exponents, svh, bias, y, rows, live, column, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
+    """Raw products fp32 [ROWS, 128] -> y[rows, column]; rows and live [ROWS, 1], column [1, 128]."""
+    result = rotate_rows(acc, ROWS) * tl.load(svh + column).to(tl.float32)
+    result = scale_by_power(result, tl.load(exponents + rows, mask=live, other=0))
+    if BIAS:
+        result += tl.load(bias + column).to(tl.float32)
+    tl.store(y + rows.to(tl.int64) * OUT + column, result.to(y.dtype.element_ty), mask=live & (column < OUT))
+
+
+@triton.jit
+def _decode_kernel(
+    words,
+    out,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] as stored, k in the order of
+    `k_order`.
+    """
+    block = tl.program_id(0)
+    kb = tl.program_id(1)
+    tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
+    w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
+    n = block * 128 + tl.arange(0, 128)
+    tl.store(out + n.to(tl.int64)[:, None] * K + (kb * 128 + tl.arange(0, 128))[None, :], w)
+
+
+@triton.jit
+def _signs(i, j):
+    """Entries (i, j) of H128, 1 or -1, as fp16: the parity of the bits that both indices have."""
+    common = i & j
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    return (((common & 1) << 15) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fold_kernel(
+    words,
+    suh,
+    svh,
+    out,
+    first,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """Program (128 output features from feature 128 `first` on, GROUP blocks of 128 inputs): W^T [n, k] in the original basis.
+
+    With H of 1 and -1, W^T = diag(svh) H (W_rotated^T H) diag(suh) / 128. Sums are fp32; the inner product, at most 2^10 for
+    weights below 8, is rounded to fp16, and so is the result.
+    """
+    block = tl.program_id(0)
+    start = tl.program_id(1) * GROUP
+    i = tl.arange(0, 128)
+    tile = tile_address(words, start * 8, (first + block) * 8, N // 16, TWICE_BITS)
+    rotate_k = _signs(k_order(128, VARIANT)[:, None], i[None, :])
+    rotate_n = _signs(i[:, None], i[None, :])
+    scale = tl.load(svh + (first + block) * 128 + i).to(tl.float32) * 0.0078125
+    at = out + (block * 128 + i).to(tl.int64)[:, None] * K + i[None, :]
+    for step in range(GROUP):
+        kb = start + step
+        if kb < K // 128:
+            w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
+            half = tl.dot(w, rotate_k).to(tl.float16)
+            full = tl.dot(rotate_n, half) * scale[:, None]
+            full *= tl.load(suh + kb * 128 + i).to(tl.float32)[None, :]
+            tl.store(at + kb * 128, full.to(tl.float16))
+            tile += N // 2 * (4 * TWICE_BITS)
+
+
+@triton.jit(do_not_specialize=["m", "first", "width"])
+def _finish_kernel(raw, exponents, svh, bias, y, m, first, width, OUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr):
+    """Program (128 output features from feature 128 `first` on, ROWS rows) of raw products [m, width]."""
+    n = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    live = rows < m
+    acc = tl.load(raw + rows.to(tl.int64) * width + n, mask=live, other=0.0)
+    finish_rows(acc, exponents, svh, bias, y, rows, live, first * 128 + n, OUT, BIAS, ROWS)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _scale_rows_kernel(x, scaled, exponents, stride, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row): fp16 x * 2^s, the largest value between 2^14 and 2^15, and -s; what is below 2^-113 keeps s = 127.
+
+    Products with weights below 2^15 then stay far inside fp32.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x + row * tl.multiple_of(stride, ALIGN)
+    k = tl.arange(0, BLOCK)
+    bound = tl.full((BLOCK,), -127, tl.int32)
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):  # unrolled: all loads in flight at once
+        value = tl.load(x_row + i * BLOCK + k, mask=i * BLOCK + k < D, other=0.0).to(tl.float32)
+        bound = tl.maximum(bound, exponent_of(value))
+    shift = tl.minimum(14 - tl.max(bound), 127)
+    for i in range(0, D, BLOCK):
+        value = tl.load(x_row + i + k, mask=i + k < D, other=0.0).to(tl.float32)
+        tl.store(scaled + row * D + i + k, scale_by_power(value, shift).to(tl.float16), mask=i + k < D)
+    tl.store(exponents + row, -shift)
+
+
+@triton.jit(do_not_specialize=["first", "width"])
+def _finish_folded_kernel(
+    raw,
+    exponents,
+    bias,
+    y,
+    first,
+    width,
+    OUT: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (BLOCK output features from feature `first` on, row) of products [m, width] in the original basis."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    live = (at < width) & (first + at < OUT)
+    result = tl.load(raw + row * width + at, mask=live, other=0.0)
+    if SCALED:
+        result = scale_by_power(result, tl.load(exponents + row))
+    if BIAS:
+        result += tl.load(bias + first + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + row * OUT + first + at, result.to(y.dtype.element_ty), mask=live)
+
+
+def _wide_product(x: Tensor, w: Tensor) -> Tensor:
+    """x w in fp32 from fp16 operands."""
+    if x.is_cuda:
+        return torch.mm(x, w, out_dtype=torch.float32)
+    return x.float() @ w.float()  # the interpreter's host has no fp16 product with fp32 results
+
+
+@contextmanager
+def _fp32_sums() -> Iterator[None]:
+    """cuBLAS adds the parts of a split product in fp32, whatever the process has allowed."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction
+    settings.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_fp16_reduced_precision_reduction = before
+
+
+def _slices(k: int, columns: int) -> Iterator[tuple[int, int]]:
+    """First output feature and number of them, whose fp16 weights fit the scratch (or 128 of them)."""
+    width = min(columns, max(128, SCRATCH_ELEMENTS // k // 128 * 128))
+    for start in range(0, columns, width):
+        yield start, min(width, columns - start)
+
+
+def _scratch(k: int, columns: int, device: torch.device) -> Tensor:
+    return torch.empty((next(_slices(k, columns))[1], k), dtype=torch.float16, device=device)
+
+
+def launch_rotated(
+    xh: Tensor, exponents: Tensor, trellis: Tensor, svh: Tensor, bias: Tensor | None, codebook: int, y: Tensor
+) -> None:
+    """W_rotated into scratch, `torch.mm` into fp32, then the output's rotation, scales, bias and cast.
+
+    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS
+    fp16 weights (or 128 columns of them) and fp32 [m, as many columns] (twice with low parts), for one slice of the columns at
+    a time.
+    """
+    m, k = xh.shape[-2:]
+    columns = trellis.shape[1] * 16
+    weights = _scratch(k, columns, xh.device)
+    for start, size in _slices(k, columns):
+        _decode_kernel[(size // 128, k // 128)](
+            trellis_words(trellis),
+            weights,
+            start // 128,
+            N=columns,
+            K=k,
+            TWICE_BITS=trellis.shape[2] // 8,
+            CODEBOOK=codebook,
+            VARIANT=layout_variant(xh.device),
+            num_warps=4,
+        )
+        raw, *low = (_wide_product(part, weights[:size].t()) for part in (xh if xh.dim() == 3 else xh[None]))
+        if low:
+            raw += low[0]
+        _finish_kernel[(size // 128, triton.cdiv(m, _FINISH_ROWS))](
+            raw,
+            exponents,
+            svh,
+            svh if bias is None else bias,
+            y,
+            m,
+            start // 128,
+            size,
+            OUT=y.shape[-1],
+            BIAS=bias is not None,
+            ROWS=_FINISH_ROWS,
+            num_warps=1,
+        )
+
+
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [m, D] with a contiguous last dimension -> fp16 x * 2^s [m, D] and -s, int32 [m], one power of two a row."""
+    m, width = x.shape
+    scaled = torch.empty((m, width), dtype=torch.float16, device=x.device)
+    exponents = torch.empty(m, dtype=torch.int32, device=x.device)
+    stride = x.stride(0) if m > 1 else width
+    _scale_rows_kernel[(m,)](
+        x, scaled, exponents, stride, D=width, ALIGN=8 if stride % 8 == 0 else 1, BLOCK=_WIDE, num_warps=4
+    )
+    return scaled, exponents
+
+
+def launch_folded(
+    x: Tensor,
+    exponents: Tensor | None,
+    trellis: Tensor,
+    suh: Tensor,
+    svh: Tensor,
+    bias: Tensor | None,
+    codebook: int,
+    y: Tensor,
+) -> None:
+    """W in the original basis into scratch, then `torch.mm`: straight into y where x, as it came, and y are fp16.
+
+    x fp16 [m, in_features], with `exponents` int32 [m] of `scale_rows` where it is scaled, y [m, out_features]. Scratch as for
+    `launch_rotated`, without the fp32 product where `torch.mm` writes y.
+    """
+    m, width = x.shape
+    k, columns, features = trellis.shape[0] * 16, trellis.shape[1] * 16, y.shape[-1]
+    weights = _scratch(k, columns, x.device)
+    for start, size in _slices(k, columns):
+        group = min(8, triton.cdiv(size // 128 * (k // 128), _FOLD_PROGRAMS))
+        _fold_kernel[(size // 128, triton.cdiv(k // 128, group))](
+            trellis_words(trellis),
+            suh,
+            svh,
+            weights,
+            start // 128,
+            N=columns,
+            K=k,
+            GROUP=group,
+            TWICE_BITS=trellis.shape[2] // 8,
+            CODEBOOK=codebook,
+            VARIANT=layout_variant(x.device),
+            num_warps=_FOLD_WARPS,
+        )
+        live = min(size, features - start)  # the last slice may hold padding, at most 127 columns of it
+        w, end = weights[:live, :width].t(), y[:, start : start + live]
+        if exponents is None and y.dtype == torch.float16 and x.is_cuda:
+            with _fp32_sums():
+                if bias is None:
+                    torch.mm(x, w, out=end)
+                else:
+                    torch.addmm(bias[start : start + live], x, w, out=end)
+            continue
+        raw = _wide_product(x, w)
+        _finish_folded_kernel[(triton.cdiv(live, _WIDE), m)](
+            raw,
+            raw if exponents is None else exponents,
+            raw if bias is None else bias,
+            y,
+            start,
+            live,
+            OUT=features,
+            SCALED=exponents is not None,
+            BIAS=bias is not None,
+            BLOCK=_WIDE,
+            num_warps=4,
+        )
