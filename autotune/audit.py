@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops._dispatch import OVERLAP_ROWS
-from exl3_triton.ops.decode_once import _FOLD_WARPS, _decode_kernel, _fold_kernel
+from exl3_triton.ops.decode_once import _FOLD_WARPS, _fold_kernel, _rotate_and_decode_kernel
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
 from exl3_triton.ops.linear import _product_kernel, _reduce_kernel
@@ -303,13 +303,14 @@ def audit_fold(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
 
 
 def audit_decode(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
-    """The kernel that decodes a matrix once for many rows."""
-    constants = {"N": 4096, "K": 4096, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
+    """The kernel that rotates many rows and decodes a matrix once for them."""
+    constants = {"N": 4096, "D": 4096, "K": 4096, "BLOCKS": 32, "GROUPS": 8, "ALIGN": 8, "LOW": False}
+    constants |= {"TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
     constants["VARIANT"] = layout_variant_for(gpu.backend, gpu.arch)
-    signature = {"words": "*i32", "out": "*fp16", "first": "i32"}
-    return audit(
-        _decode_kernel, signature, constants, gpu, {"num_warps": 4}, labels={"bits": bits, "codebook": codebook.label}
-    )
+    signature = {"x": "*bf16", "suh": "*fp16", "xh": "*fp16", "exponents": "*i32", "words": "*i32", "out": "*fp16"}
+    signature |= {"stride": "i32", "rows": "i32", "m": "i32", "first": "i32"}
+    labels = {"bits": bits, "codebook": codebook.label}
+    return audit(_rotate_and_decode_kernel, signature, constants, gpu, {"num_warps": 4}, labels=labels)
 
 
 def overlaps(gpu: GPUTarget) -> bool:

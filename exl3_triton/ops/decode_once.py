@@ -2,7 +2,7 @@
 
 Two forms (`tuning.folds` chooses):
 
-    rotated  x is rotated to fp16 (`hadamard.launch_rotate_input`), the scratch holds the stored values, exact, and the product
+    rotated  x is rotated to fp16, the scratch holds the stored values, exact, and the product
              is rotated back: kernels that read and write m rows twice.
     folded   the scratch holds the matrix in the original basis, diag(suh) P W_rotated P diag(svh), rounded to fp16. Nothing of
              x is rotated; an fp16 product of fp16 x is one call of cuBLAS that writes y. Only where `TrellisWeight.foldable`.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._triton import tl, triton
-from .hadamard import exponent_of, rotate_rows, scale_by_power
+from .hadamard import exponent_of, rotate_row, rotate_rows, scale_by_power
 from .layout import k_order, layout_variant
 from .trellis import decode_tiles, tile_address, trellis_words
 
@@ -41,26 +41,44 @@ def finish_rows(acc, exponents, svh, bias, y, rows, live, column, OUT: tl.conste
     tl.store(y + rows.to(tl.int64) * OUT + column, result.to(y.dtype.element_ty), mask=live & (column < OUT))
 
 
-@triton.jit
-def _decode_kernel(
+@triton.jit(do_not_specialize=["stride", "rows", "m"])
+def _rotate_and_decode_kernel(
+    x,
+    suh,
+    xh,
+    exponents,
+    stride,
+    rows,
+    m,
     words,
     out,
     first,
     N: tl.constexpr,
+    D: tl.constexpr,
     K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LOW: tl.constexpr,
     TWICE_BITS: tl.constexpr,
     CODEBOOK: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] as stored, k in the order of
-    `k_order`.
+    """The first `rows` programs rotate a row of x each; the others decode W^T [n, k] as stored, k in the order of `k_order`:
+    128 inputs of 128 output features, of BLOCKS times as many from feature 128 `first` on.
+
+    Neither needs the other, and the rotation, short of memory accesses in flight, hides under the decoding.
     """
-    block = tl.program_id(0)
-    kb = tl.program_id(1)
-    tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
-    w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
-    n = block * 128 + tl.arange(0, 128)
-    tl.store(out + n.to(tl.int64)[:, None] * K + (kb * 128 + tl.arange(0, 128))[None, :], w)
+    program = tl.program_id(0)
+    if program < rows:
+        rotate_row(x, suh, xh, exponents, program, stride, tl.cast(m, tl.int64) * K, D, K, GROUPS, ALIGN, VARIANT, LOW)
+    else:
+        block = (program - rows) % BLOCKS
+        kb = (program - rows) // BLOCKS
+        tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
+        w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
+        n = block * 128 + tl.arange(0, 128)
+        tl.store(out + n.to(tl.int64)[:, None] * K + (kb * 128 + tl.arange(0, 128))[None, :], w)
 
 
 @triton.jit
@@ -197,32 +215,56 @@ def _scratch(k: int, columns: int, device: torch.device) -> Tensor:
 
 
 def launch_rotated(
-    xh: Tensor, exponents: Tensor, trellis: Tensor, svh: Tensor, bias: Tensor | None, codebook: int, y: Tensor
+    x: Tensor,
+    trellis: Tensor,
+    suh: Tensor,
+    svh: Tensor,
+    bias: Tensor | None,
+    codebook: int,
+    y: Tensor,
+    *,
+    low: bool = False,
 ) -> None:
-    """W_rotated into scratch, `torch.mm` into fp32, then the output's rotation, scales, bias and cast.
+    """x rotated and W_rotated into scratch, `torch.mm` into fp32, then the output's rotation, scales, bias and cast.
 
-    xh fp16 [m, K], or [2, m, K] with low parts, exponents int32 [m], y [m, out_features]. Scratch: at most SCRATCH_ELEMENTS
-    fp16 weights (or 128 columns of them) and fp32 [m, as many columns] (twice with low parts), for one slice of the columns at
-    a time.
+    x [m, in_features], contiguous along its last dimension, y [m, out_features]; low: activations as two fp16 values each.
+    Scratch: fp16 [m, K] of activations (twice with `low`), at most SCRATCH_ELEMENTS fp16 weights (or 128 columns of them) and
+    fp32 [m, as many columns] (twice with `low`), for one slice of the columns at a time.
     """
-    m, k = xh.shape[-2:]
-    columns = trellis.shape[1] * 16
-    weights = _scratch(k, columns, xh.device)
+    m, width = x.shape
+    k, columns = trellis.shape[0] * 16, trellis.shape[1] * 16
+    weights = _scratch(k, columns, x.device)
+    xh = torch.empty((2 if low else 1, m, k), dtype=torch.float16, device=x.device)
+    exponents = torch.empty(m, dtype=torch.int32, device=x.device)
+    stride = x.stride(0) if m > 1 else width
     for start, size in _slices(k, columns):
-        _decode_kernel[(size // 128, k // 128)](
+        rows = m if start == 0 else 0
+        _rotate_and_decode_kernel[(rows + size // 128 * (k // 128),)](
+            x,
+            suh,
+            xh,
+            exponents,
+            stride,
+            rows,
+            m,
             trellis_words(trellis),
             weights,
             start // 128,
             N=columns,
+            D=width,
             K=k,
+            BLOCKS=size // 128,
+            GROUPS=min(8, triton.next_power_of_2(k // 128)),
+            ALIGN=8 if stride % 8 == 0 else 1,
+            LOW=low,
             TWICE_BITS=trellis.shape[2] // 8,
             CODEBOOK=codebook,
-            VARIANT=layout_variant(xh.device),
+            VARIANT=layout_variant(x.device),
             num_warps=4,
         )
-        raw, *low = (_wide_product(part, weights[:size].t()) for part in (xh if xh.dim() == 3 else xh[None]))
+        raw, *rest = (_wide_product(part, weights[:size].t()) for part in xh)
         if low:
-            raw += low[0]
+            raw += rest[0]
         _finish_kernel[(size // 128, triton.cdiv(m, _FINISH_ROWS))](
             raw,
             exponents,

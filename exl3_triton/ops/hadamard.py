@@ -158,6 +158,37 @@ def _rotate_input_kernel(
         tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
 
 
+@triton.jit
+def rotate_row(
+    x,
+    scales,
+    xh,
+    exponents,
+    row,
+    stride,
+    low,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VARIANT: tl.constexpr,
+    LOW: tl.constexpr,
+):
+    """Row `row` of x, scaled, rotated, rounded: to xh [m, K] (with LOW the low parts `low` elements further on) and
+    exponents [m]. A warp takes whole blocks of 128, so no butterfly leaves it; the second reading of the row is cached.
+    """
+    x_row = x + row.to(tl.int64) * tl.multiple_of(stride, ALIGN)
+    xh_row = xh + row.to(tl.int64) * K
+    shift = _shift_of_row(x_row, scales, D, K, GROUPS)
+    for first in range(0, K, GROUPS * 128):
+        k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+        rotated = _rotate_scaled(value, scale, shift, GROUPS)
+        _store_rotated(xh_row + k_position(k, VARIANT), rotated, k < K, low, LOW)
+    tl.store(exponents + row, -shift)
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _rotate_rows_kernel(
     x,
@@ -172,20 +203,13 @@ def _rotate_rows_kernel(
     VARIANT: tl.constexpr,
     LOW: tl.constexpr,
 ):
-    """Many rows. Program (row, matrix), one warp, so that no butterfly leaves it; the second reading of the row is cached."""
-    row = tl.program_id(0).to(tl.int64)
-    matrix = tl.program_id(1)
+    """Many rows. Program (row, matrix), one warp."""
+    m, matrix = tl.num_programs(0).to(tl.int64), tl.program_id(1)
     scales = _pick_scales(suh, matrix)
-    x_row = x + row * tl.multiple_of(stride, ALIGN)
-    xh_row = xh + (matrix * tl.num_programs(0) + row) * K
-    shift = _shift_of_row(x_row, scales, D, K, GROUPS)
-    low = (tl.num_programs(1) * tl.num_programs(0)).to(tl.int64) * K
-    for first in range(0, K, GROUPS * 128):
-        k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
-        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-        _store_rotated(xh_row + k_position(k, VARIANT), _rotate_scaled(value, scale, shift, GROUPS), k < K, low, LOW)
-    tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
+    low = tl.num_programs(1) * m * K
+    xh += matrix * m * K
+    exponents += matrix * m
+    rotate_row(x, scales, xh, exponents, tl.program_id(0), stride, low, D, K, GROUPS, ALIGN, VARIANT, LOW)
 
 
 def launch_rotate_input(

@@ -293,18 +293,18 @@ def _launch_linears(
     parts = PARTS[mode] if config else 1
     variant = layout_variant(x.device) | (WORD_ORDER if parts > 1 else 0)
     with device_guard(x):
-        if config is None and foldable and mode == "exact" and folds(m, padded_in, 128 * blocks):
-            x, scales = (x, None) if x.dtype == torch.float16 else scale_rows(x)
+        if config is None:
+            folded = foldable and mode == "exact" and folds(m, padded_in, 128 * blocks)
+            x, scales = scale_rows(x) if folded and x.dtype != torch.float16 else (x, None)
             for i in order:
                 y = outputs[i].view(m, out_features[i])
-                launch_folded(x, scales, trellises[i], suh[i], svh[i], biases[i], codebooks[i], y)
+                if folded:
+                    launch_folded(x, scales, trellises[i], suh[i], svh[i], biases[i], codebooks[i], y)
+                else:
+                    low = mode == "precise"
+                    launch_rotated(x, trellises[i], suh[i], svh[i], biases[i], codebooks[i], y, low=low)
             return outputs
         xh, exponents = launch_rotate_input(x, [suh[i] for i in order], padded_in, variant, low=mode == "precise")
-        if config is None:
-            for place, i in enumerate(order):
-                y = outputs[i].view(m, out_features[i])
-                launch_rotated(xh[..., place, :, :], exponents[place], trellises[i], svh[i], biases[i], codebooks[i], y)
-            return outputs
         xh, affine = launch_quantize_rows(xh) if mode == "int8" else (xh, exponents)
         token_blocks = triton.cdiv(m, config.block_m)
         partial = exponents
