@@ -20,6 +20,8 @@ pytest.importorskip("triton")
 
 SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
 AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
+EVEN = LinearConfig(block_m=16, block_k=32, split=1, num_warps=4, even=1)  # 4 processors of the interpreter: within blocks
+STAGED = LinearConfig(block_m=16, block_k=32, split=1, num_warps=4, prefetch=True, even=1, stages=3)
 
 
 def launch(x, weights, config=None, out_dtype=None, mode="exact"):
@@ -68,7 +70,7 @@ def check(y, x, weight, *, out_dtype):
     assert error < 1.1 * (rounding(torch.float16) + rounding(out_dtype)), error
 
 
-@pytest.mark.parametrize("config", [None, SPLIT_ALL, AHEAD], ids=["", "split", "ahead"])
+@pytest.mark.parametrize("config", [None, SPLIT_ALL, AHEAD, EVEN, STAGED], ids=["", "split", "ahead", "even", "staged"])
 @pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
 def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, bits, codebook, config):
     weight = plain(random_weight(bits, codebook, 256, 128, device))
@@ -252,7 +254,8 @@ def test_linears_of_mixed_formats(device, triton_backend):
     weights.append(TrellisWeight(first.trellis, first.suh, first.svh, first.codebook, bias, 256, 128))
     for m in (1, 17):
         x = torch.randn(m, 256).bfloat16().to(device)
-        for outputs in (linears(x, weights, out_dtype=torch.float32), launch(x, weights, SPLIT_ALL, torch.float32)):
+        forced = [launch(x, weights, config, torch.float32) for config in (SPLIT_ALL, EVEN, STAGED)]
+        for outputs in (linears(x, weights, out_dtype=torch.float32), *forced):
             assert len(outputs) == len(weights)
             for y, weight in zip(outputs, weights):
                 check(y, x, weight, out_dtype=torch.float32)

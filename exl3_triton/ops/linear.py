@@ -29,7 +29,7 @@ from .hadamard import launch_rotate_input, rotate_columns, rotate_rows, scale_by
 from .layout import WORD_ORDER, layout_variant
 from .modes import PARTS, check_mode, launch_quantize_rows, raw_product
 from .trellis import decode_tiles, decode_words, load_tiles, tile_address, trellis_words
-from .tuning import LinearConfig, device_of, select_linear
+from .tuning import LinearConfig, device_of, programs_and_parts, select_linear
 
 SCRATCH_ELEMENTS = 1 << 27  # fp16 weights that `_decode_once` holds at a time: 256 MiB
 _FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
@@ -120,8 +120,80 @@ def _multiply(w, blocks, acc):
     return acc
 
 
-@triton.jit(do_not_specialize=["m"])
-def _product_kernel(
+@triton.jit
+def _sum_steps(
+    tile,
+    x_block,
+    live,
+    low,
+    steps,
+    ROW_WORDS: tl.constexpr,
+    TWICE_BITS: tl.constexpr,
+    CODEBOOK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VARIANT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Raw sums [128, BLOCK_M] over `steps` (at least one) blocks of BLOCK_K inputs, from the words at `tile` and the
+    activations at `x_block` on.
+
+    STAGES > 1: words of the next step are loaded ahead into registers, activations STAGES - 1 steps ahead into shared memory;
+    the product of one step then runs while the next step's weights are decoded.
+    """
+    acc = tl.zeros((128, BLOCK_M), tl.int32 if PARTS == 4 else tl.float32)
+    if STAGES > 1:
+        raw = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+        wait_previous(OVERLAP)
+        for i in tl.range(steps, num_stages=STAGES):
+            x = _load_rows(x_block, live, low, LOW)
+            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
+            tile += tl.where(i + 1 < steps, BLOCK_K // 16 * ROW_WORDS, 0)  # the last step loads its own words again
+            raw = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+            acc = _multiply(w, x, acc)
+            x_block += BLOCK_K
+    elif PREFETCH:
+        raw = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+        wait_previous(OVERLAP)
+        x = _load_rows(x_block, live, low, LOW)
+        for _ in range(1, steps):
+            tile += BLOCK_K // 16 * ROW_WORDS
+            x_block += BLOCK_K
+            raw_next = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+            x_next = _load_rows(x_block, live, low, LOW)
+            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
+            acc = _multiply(w, x, acc)
+            raw = raw_next
+            x = x_next
+        w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
+        acc = _multiply(w, x, acc)
+    else:
+        wait_previous(OVERLAP)
+        for _ in range(steps):
+            x = _load_rows(x_block, live, low, LOW)
+            w = decode_tiles(tile, ROW_WORDS, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
+            acc = _multiply(w, x, acc)
+            tile += BLOCK_K // 16 * ROW_WORDS
+            x_block += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _owner(unit, UNITS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The program that owns a unit of work, where PROGRAMS share UNITS in order and the first ones have one more: see
+    `tuning.owner_of`.
+    """
+    EACH: tl.constexpr = UNITS // PROGRAMS
+    LONGER: tl.constexpr = UNITS % PROGRAMS
+    return tl.where(unit < LONGER * (EACH + 1), unit // (EACH + 1), (unit - LONGER) // EACH)
+
+
+@triton.jit
+def _product_part(
     xh,
     exponents,
     affine,
@@ -131,30 +203,30 @@ def _product_kernel(
     y,
     partial,
     m,
+    block,
+    part,
+    first,
+    steps,
+    last,
     K: tl.constexpr,
     CLASSES: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     VARIANT: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
     PARTS: tl.constexpr,
     LOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128].
-
-    PARTS: of `decode_words`, each meeting the same activation. LOW: activations are [2, matrices, m, K], high and low parts.
+    """`steps` blocks of k from `first` on, of one output block: to y where WHOLE, else to partial [.., BLOCKS, m, 128] at
+    `part`. last: whether the program does nothing afterwards.
     """
-    block = tl.program_id(0)
-    part = tl.program_id(1)
-    m0 = tl.program_id(2) * BLOCK_M
-    rows = m0 + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = (rows < m)[None, :]
     low = tl.cast(m, tl.int64) * (len(words) * K)
-    STEPS: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT
-    first = part * STEPS
     for c in tl.static_range(len(CLASSES)):
         if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
             blocks_each: tl.constexpr = CLASSES[c][2] // 128
@@ -165,34 +237,27 @@ def _product_kernel(
             tile = _pick(words, index, CLASSES[c][5], CLASSES[c][6])
             tile += (first * (BLOCK_K // 16)).to(tl.int64) * row_words + column * (8 * 4 * CLASSES[c][0])
             at = (matrix * m + rows).to(tl.int64)[None, :] * K + (tl.arange(0, BLOCK_K * PARTS) // PARTS)[:, None]
-            x_block = xh + first * BLOCK_K + at
-            acc = tl.zeros((128, BLOCK_M), tl.int32 if PARTS == 4 else tl.float32)
-            steps = STEPS if K % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K // BLOCK_K - first)
-            if PREFETCH:
-                raw = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
-                wait_previous(OVERLAP)
-                x = _load_rows(x_block, live, low, LOW)
-                for _ in range(1, steps):
-                    tile += BLOCK_K // 16 * row_words
-                    x_block += BLOCK_K
-                    raw_next = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
-                    x_next = _load_rows(x_block, live, low, LOW)
-                    w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                    acc = _multiply(w, x, acc)
-                    raw = raw_next
-                    x = x_next
-                w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                acc = _multiply(w, x, acc)
-            else:
-                wait_previous(OVERLAP)
-                for _ in range(steps):
-                    x = _load_rows(x_block, live, low, LOW)
-                    w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                    acc = _multiply(w, x, acc)
-                    tile += BLOCK_K // 16 * row_words
-                    x_block += BLOCK_K
-            start_next(OVERLAP)
-            if SPLIT == 1:
+            acc = _sum_steps(
+                tile,
+                xh + first * BLOCK_K + at,
+                live,
+                low,
+                steps,
+                row_words,
+                CLASSES[c][0],
+                CLASSES[c][1],
+                BLOCK_M,
+                BLOCK_K,
+                VARIANT,
+                PREFETCH,
+                STAGES,
+                PARTS,
+                LOW,
+                OVERLAP,
+            )
+            if last:
+                start_next(OVERLAP)
+            if WHOLE:
                 _write_output(
                     acc,
                     exponents,
@@ -213,6 +278,111 @@ def _product_kernel(
                 n = tl.arange(0, 128)[:, None]
                 at = ((part * BLOCKS + block).to(tl.int64) * m + rows.to(tl.int64)[None, :]) * 128 + n
                 tl.store(partial + at, acc, mask=live)
+
+
+@triton.jit(do_not_specialize=["m"])
+def _product_kernel(
+    xh,
+    exponents,
+    affine,
+    words,
+    svh,
+    bias,
+    y,
+    partial,
+    m,
+    K: tl.constexpr,
+    CLASSES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    VARIANT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Raw sums go to partial [SPLIT, BLOCKS, m, 128], with SPLIT 1 and no PROGRAMS the finished values to y.
+
+    PROGRAMS 0: program (output block, part of k, token block). Else program (index of PROGRAMS, 0, token block): all steps of
+    all output blocks in a row, each program an equal range of them, which may begin and end within a block; SPLIT is then the
+    most programs that meet in one block.
+    PARTS: of `decode_words`, each meeting the same activation. LOW: activations are [2, matrices, m, K], high and low parts.
+    """
+    ALL: tl.constexpr = K // BLOCK_K
+    if PROGRAMS:
+        program = tl.program_id(0)
+        UNITS: tl.constexpr = BLOCKS * ALL
+        EACH: tl.constexpr = UNITS // PROGRAMS
+        LONGER: tl.constexpr = UNITS % PROGRAMS
+        begin = program * EACH + tl.minimum(program, LONGER)
+        end = (program + 1) * EACH + tl.minimum(program + 1, LONGER)
+        last_block = (end - 1) // ALL
+        for block in range(begin // ALL, last_block + 1):
+            first = tl.maximum(begin - block * ALL, 0)
+            _product_part(
+                xh,
+                exponents,
+                affine,
+                words,
+                svh,
+                bias,
+                y,
+                partial,
+                m,
+                block,
+                program - _owner(block * ALL, UNITS, PROGRAMS),
+                first,
+                tl.minimum(end - block * ALL, ALL) - first,
+                block == last_block,
+                K,
+                CLASSES,
+                BLOCKS,
+                BLOCK_M,
+                BLOCK_K,
+                False,
+                VARIANT,
+                PREFETCH,
+                STAGES,
+                PARTS,
+                LOW,
+                OVERLAP,
+            )
+    else:
+        STEPS: tl.constexpr = (ALL + SPLIT - 1) // SPLIT
+        part = tl.program_id(1)
+        first = part * STEPS
+        _product_part(
+            xh,
+            exponents,
+            affine,
+            words,
+            svh,
+            bias,
+            y,
+            partial,
+            m,
+            tl.program_id(0),
+            part,
+            first,
+            STEPS if ALL % SPLIT == 0 else tl.minimum(STEPS, ALL - first),
+            True,
+            K,
+            CLASSES,
+            BLOCKS,
+            BLOCK_M,
+            BLOCK_K,
+            SPLIT == 1,
+            VARIANT,
+            PREFETCH,
+            STAGES,
+            PARTS,
+            LOW,
+            OVERLAP,
+        )
 
 
 @triton.jit
@@ -237,9 +407,11 @@ def _reduce_kernel(
     CLASSES: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program (output block, row): the parts of k added in their order, then y."""
+    """Program (output block, row): the parts of k added in their order, then y. STEPS: of k, where PROGRAMS share them."""
     block = tl.program_id(0)
     row = tl.program_id(1) + tl.zeros((1, 1), tl.int32)
     n = tl.arange(0, 128)[None, :]
@@ -247,8 +419,14 @@ def _reduce_kernel(
     wait_previous(OVERLAP)
     start_next(OVERLAP)
     acc = tl.zeros((1, 128), partial.dtype.element_ty)
-    for _ in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
-        acc += tl.load(part)
+    if PROGRAMS:
+        first = _owner(block * STEPS, BLOCKS * STEPS, PROGRAMS)
+        parts = _owner(block * STEPS + STEPS - 1, BLOCKS * STEPS, PROGRAMS) - first + 1
+    for i in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
+        if PROGRAMS:
+            acc += tl.load(part, mask=i + tl.zeros((1, 128), tl.int32) < parts, other=0)  # the others were never written
+        else:
+            acc += tl.load(part)
         part += (BLOCKS * m).to(tl.int64) * 128
     for c in tl.static_range(len(CLASSES)):
         if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
@@ -398,8 +576,9 @@ def _launch_linears(
         xh, affine = launch_quantize_rows(xh) if mode == "int8" else (xh, exponents)
         token_blocks = triton.cdiv(m, config.block_m)
         partial = exponents
-        if config.split > 1:
-            shape = (config.split, blocks, m, 128)
+        programs, split = programs_and_parts(config, padded_in, blocks, device_of(x.device).processors)
+        if programs or split > 1:
+            shape = (split, blocks, m, 128)
             partial = torch.empty(shape, dtype=torch.int32 if mode == "int8" else torch.float32, device=x.device)
         ends = (
             tuple(svh[i] for i in order),
@@ -408,7 +587,7 @@ def _launch_linears(
             partial,
             m,
         )
-        _product_kernel[(blocks, config.split, token_blocks)](
+        _product_kernel[(programs, 1, token_blocks) if programs else (blocks, split, token_blocks)](
             xh,
             exponents,
             affine,
@@ -419,9 +598,11 @@ def _launch_linears(
             BLOCKS=blocks,
             BLOCK_M=config.block_m,
             BLOCK_K=config.block_k,
-            SPLIT=config.split,
+            SPLIT=split,
+            PROGRAMS=programs,
             VARIANT=variant,
             PREFETCH=config.prefetch,
+            STAGES=config.stages,
             PARTS=parts,
             LOW=mode == "precise",
             num_warps=config.num_warps,
@@ -429,14 +610,16 @@ def _launch_linears(
             maxnreg=config.registers,
             **overlap(x.device, m),
         )
-        if config.split > 1:
+        if programs or split > 1:
             _reduce_kernel[(blocks, m)](
                 exponents,
                 affine,
                 *ends,
                 CLASSES=constants,
                 BLOCKS=blocks,
-                SPLIT=config.split,
+                SPLIT=split,
+                STEPS=padded_in // config.block_k,
+                PROGRAMS=programs,
                 num_warps=1,
                 **overlap(x.device, m),
             )
