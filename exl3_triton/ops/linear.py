@@ -151,10 +151,11 @@ def _sum_steps(
         wait_previous(OVERLAP)
         for i in tl.range(steps, num_stages=STAGES):
             x = _load_rows(x_block, live, low, LOW)
-            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
             tile += tl.where(i + 1 < steps, BLOCK_K // 16 * ROW_WORDS, 0)  # the last step loads its own words again
-            raw = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+            raw_next = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
+            w = decode_words(raw, TWICE_BITS, CODEBOOK, BLOCK_K // 16, 8, VARIANT, PARTS)
             acc = _multiply(w, x, acc)
+            raw = raw_next
             x_block += BLOCK_K
     elif PREFETCH:
         raw = load_tiles(tile, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, 8, VARIANT)
@@ -321,7 +322,7 @@ def _product_kernel(
         begin = program * EACH + tl.minimum(program, LONGER)
         end = (program + 1) * EACH + tl.minimum(program + 1, LONGER)
         last_block = (end - 1) // ALL
-        for block in range(begin // ALL, last_block + 1):
+        for block in tl.range(begin // ALL, last_block + 1, disable_licm=True):
             first = tl.maximum(begin - block * ALL, 0)
             _product_part(
                 xh,
