@@ -14,7 +14,7 @@ from test_trellis import FORMATS, format_id, random_weight
 from exl3_triton import reference
 from exl3_triton.format import Codebook, TrellisWeight
 from exl3_triton.ops.linear import _launch_linears, linear, linears
-from exl3_triton.ops.tuning import Device, LinearConfig, device_of, regimes, select_linear
+from exl3_triton.ops.tuning import Device, LinearConfig, device_of, owner_of, programs_and_parts, regimes, select_linear
 
 pytest.importorskip("triton")
 
@@ -240,6 +240,28 @@ def test_forms_of_an_h200_are_the_measured_ones(m, k, n, bits, ahead):
     config = select_linear(m, k, n // 128, Device("sm_90", 132), 2 * bits)
     assert config is not None
     assert config.prefetch == ahead
+
+
+@pytest.mark.parametrize(("blocks", "steps", "programs"), [(136, 40, 792), (5, 8, 4), (3, 7, 21), (2, 16, 1), (10, 3, 7)])
+def test_even_shares_meet_in_no_more_programs_than_a_launch_has_room_for(blocks, steps, programs):
+    """Every program's range, counted step by step."""
+    units = blocks * steps
+    owners = [owner_of(unit, units, programs) for unit in range(units)]
+    assert owners == sorted(owners)
+    shares = [owners.count(program) for program in range(programs)]
+    assert max(shares) - min(shares) <= 1
+    most = max(len(set(owners[block * steps : (block + 1) * steps])) for block in range(blocks))
+    config = LinearConfig(16, 32, 1, 4, even=1)
+    assert programs_and_parts(config, 32 * steps, blocks, programs) == (programs, most)
+
+
+@pytest.mark.parametrize("config", [EVEN, STAGED], ids=["even", "staged"])
+def test_even_shares_give_a_row_the_same_bits_in_any_batch(device, triton_backend, config):
+    weight = random_weight(4, Codebook.MCG, 256, 384, device)
+    x = torch.randn(16, 256).to(device)
+    y = launch(x, [weight], config)[0]
+    for m in (1, 5):
+        assert torch.equal(launch(x[:m], [weight], config)[0], y[:m])
 
 
 def test_linears_of_mixed_formats(device, triton_backend):

@@ -192,7 +192,7 @@ def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code
         return None
     entry, processors = found
     config = LinearConfig(**entry.config)
-    if processors == device.processors:
+    if config.even or processors == device.processors:
         return config
     steps = k // config.block_k
     parts = max(1, min(config.split * device.processors // processors, steps))
