@@ -36,12 +36,13 @@ from exl3_triton.ops._dispatch import OVERLAP_ROWS
 from exl3_triton.ops.decode_once import _FOLD_WARPS, _fold_kernel, _rotate_and_decode_kernel
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
-from exl3_triton.ops.linear import _product_kernel, _reduce_kernel
+from exl3_triton.ops.linear_kernels import product_kernel, reduce_kernel
 from exl3_triton.ops.modes import MODES, PARTS
 from exl3_triton.ops.trellis import DEQUANTIZE_WARPS, _dequantize_kernel
-from exl3_triton.ops.tuning import Device, LinearConfig, select_linear
+from exl3_triton.ops.tuning import Device, LinearConfig, programs_and_parts, select_linear
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121", "gfx942", "gfx1100", "gfx1201")
+PROCESSORS = 132  # multiprocessors that share a product's work evenly, where a config says so
 SHARED_LIMIT = 99 * 1024  # bytes that a block may use on sm_86, 89 and 120; the smallest of the targets
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
@@ -259,16 +260,19 @@ def product_launch(
     mode: str = "exact",
 ) -> tuple[Any, dict[str, Any], dict[str, Any], GPUTarget, dict[str, Any]]:
     """The arguments of `compile_for` for the product of `ops.linear`: one matrix, calls of `rows` rows."""
+    programs, split = programs_and_parts(config, k, n // 128, PROCESSORS)
     constants = {
         "K": k,
         "CLASSES": ((twice_bits, int(codebook), n, n, 0, 0, 1, 0),),
         "BLOCKS": n // 128,
         "BLOCK_M": config.block_m,
         "BLOCK_K": config.block_k,
-        "SPLIT": config.split,
+        "SPLIT": split,
+        "PROGRAMS": programs,
         "VARIANT": (layout_variant_for(gpu.backend, gpu.arch) if variant is None else variant)
         | (WORD_ORDER if PARTS[mode] > 1 else 0),
         "PREFETCH": config.prefetch,
+        "STAGES": config.stages,
         "PARTS": PARTS[mode],
         "LOW": mode == "precise",
         "OVERLAP": overlaps(gpu) and rows <= OVERLAP_ROWS,
@@ -282,15 +286,16 @@ def product_launch(
     signature |= {"words": ("*i32",), "svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
     signature |= {"partial": "*i32" if whole else "*fp32", "m": "i32"}
     options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.registers}
-    return _product_kernel, signature, constants, gpu, options
+    return product_kernel, signature, constants, gpu, options
 
 
 def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditReport:
     """The kernel that adds the parts of a product split over k."""
     constants = {"CLASSES": ((6, 1, n, n, 1, 0, 1, 0),), "BLOCKS": n // 128, "SPLIT": split, "OVERLAP": overlaps(gpu)}
+    constants |= {"STEPS": 32, "PROGRAMS": 0}
     signature: dict[str, Any] = {"exponents": "*i32", "affine": "*i32", "partial": "*fp32", "m": "i32"}
     signature |= {"svh": ("*fp16",), "bias": ("*fp16",), "y": ("*bf16",)}
-    return audit(_reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
+    return audit(reduce_kernel, signature, constants, gpu, {"num_warps": 1}, labels={"split": split})
 
 
 def audit_fold(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:

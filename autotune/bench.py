@@ -169,7 +169,7 @@ def compile_here(bench: Bench, config: Config | None) -> list[Features]:
     """
     kernel = moe.expert_gemm_kernel
     if isinstance(bench, LinearBench):
-        kernel = decode_once._rotate_and_decode_kernel if config is None else linear._product_kernel
+        kernel = decode_once._rotate_and_decode_kernel if config is None else linear.product_kernel
     kernel.device_caches.clear()
     bench.calls(config)[0]()
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exl3_triton.ops.tuning import LinearConfig
+from exl3_triton.ops.tuning import LinearConfig, programs_and_parts
 
 from .features import Features, Step
 from .machine import Machine
@@ -122,17 +122,21 @@ def linear_seconds(
     k, n = problem.k, problem.n
     blocks = n // 128 * -(-m // config.block_m)
     weights = k * n * problem.format.bits / 8
-    steps = _wave(k, config.block_k, config.split)
-    rows = blocks * config.split * steps * config.block_m * config.block_k * 2
+    programs, parts = programs_and_parts(config, k, n // 128, machine.processors)
+    all_steps = k // config.block_k
+    if programs:
+        programs, steps = programs * -(-m // config.block_m), -(-n // 128 * all_steps // programs)
+    else:
+        programs, steps = blocks * parts, -(-all_steps // parts)
+    rows = programs * steps * config.block_m * config.block_k * 2
     product = Product(
         f.steps[0], config.num_warps, f.registers, f.shared, f.outside, config.block_k, config.prefetch,
-        ((blocks * config.split, config.block_m),), steps, min(m, config.block_m), weights,
-        weights * -(-m // config.block_m) + rows,
+        ((programs, config.block_m),), steps, min(m, config.block_m), weights, weights * -(-m // config.block_m) + rows,
     )  # fmt: skip
     seconds = product_seconds(product, machine, q)
     moved = 0.0
-    if config.split > 1:
-        moved += q.partial * 2 * config.split * m * n * 4
+    if config.even or parts > 1:
+        moved += q.partial * 2 * parts * m * n * 4
         seconds += 1e-6 * q.launch / 2
     moved += q.rows * m * (k * 4 + n * 2)
     return seconds + moved / machine.l2_gbps / 1e9 + 1e-6 * q.launch

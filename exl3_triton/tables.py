@@ -44,13 +44,16 @@ _REGISTERS = range(24, 256)
 _CONFIGS: dict[str, dict[str, tuple[Any, ...] | range]] = {
     "linear": {
         "block_m": _POWERS, "block_k": _POWERS, "split": range(1, 1 << 16), "num_warps": (1, 2, 4, 8, 16),
-        "registers": (None, *_REGISTERS), "prefetch": (False, True),
+        "registers": (None, *_REGISTERS), "prefetch": (False, True), "even": range(17), "stages": range(1, 9),
     },
     "moe": {
         "block_m": (8, 16, 32, 48, 64, 128), "split": range(1, 1 << 16), "down_split": range(1, 1 << 16), "block_k": _POWERS,
         "warps": (1, 2, 4, 8, 16), "registers": (0, *_REGISTERS), "small": (0, 8, 16, 32, 64), "prefetch": (0, 1),
     },
 }  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {"linear": {"even": 0, "stages": 1}, "moe": {}}
+"""Parameters that an entry may leave out: tables written before they existed hold."""
+
 _EVIDENCE = {"measured": ("us", "date", "torch", "triton", "driver"), "predicted": ("us", "predictor", "triton")}
 
 
@@ -105,7 +108,7 @@ def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
     sizes = [value for name, value in zip(KEYS[op], key) if name not in ("codebook", "bits")]
     if not all(type(size) is int and size > 0 for size in sizes) or entry["codebook"] not in ("3inst", "mcg", "mul1"):
         raise ValueError(f"entry {key}: required positive sizes, a codebook of 3inst, mcg, mul1")
-    config, evidence = entry["config"], entry["evidence"]
+    config, evidence = _DEFAULTS[op] | entry["config"], entry["evidence"]
     allowed = _CONFIGS[op]
     if set(config) != set(allowed):
         raise ValueError(f"entry {key}: config has {sorted(config)}: required {sorted(allowed)}")
@@ -114,6 +117,8 @@ def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
             raise ValueError(f"entry {key}: {name}={config[name]!r} is not possible")
     if op == "linear" and (key[0] % config["block_k"] or config["split"] > key[0] // config["block_k"]):
         raise ValueError(f"entry {key}: k={key[0]} has no {config['split']} parts of blocks of {config['block_k']}")
+    if op == "linear" and config["even"] and config["split"] != 1:
+        raise ValueError(f"entry {key}: required a split of 1 with even={config['even']}")
     if key[-1] not in RANGES[op]:
         raise ValueError(f"entry {key}: required rows of {', '.join(map(str, RANGES[op]))}")
     if op == "moe" and key[-1] > RANGES[op][0] and (config["split"], config["down_split"]) != (1, 1):
@@ -125,7 +130,7 @@ def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
     missing = [name for name in _EVIDENCE[evidence["source"]] if name not in evidence]
     if missing or not all(us > 0 for us in evidence["us"].values()):
         raise ValueError(f"entry {key}: evidence lacks {', '.join(missing) or 'positive times'}")
-    return key, Entry(config, evidence)
+    return key, Entry(entry["config"], evidence)
 
 
 def load(path: Path, op: str) -> Table:

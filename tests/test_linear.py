@@ -16,12 +16,23 @@ from exl3_triton import reference
 from exl3_triton.format import Codebook, TrellisWeight, fits_half
 from exl3_triton.ops import decode_once
 from exl3_triton.ops.linear import _launch_linears, linear, linears
-from exl3_triton.ops.tuning import Device, LinearConfig, device_of, folds, regimes, select_linear
+from exl3_triton.ops.tuning import (
+    Device,
+    LinearConfig,
+    device_of,
+    folds,
+    owner_of,
+    programs_and_parts,
+    regimes,
+    select_linear,
+)
 
 pytest.importorskip("triton")
 
 SPLIT_ALL = LinearConfig(block_m=16, block_k=128, split=2, num_warps=4)
 AHEAD = LinearConfig(block_m=16, block_k=64, split=2, num_warps=4, prefetch=True)
+EVEN = LinearConfig(block_m=16, block_k=32, split=1, num_warps=4, even=1)  # 4 processors of the interpreter: within blocks
+STAGED = LinearConfig(block_m=16, block_k=32, split=1, num_warps=4, prefetch=True, even=1, stages=3)
 
 
 def launch(x, weights, config=None, out_dtype=None, mode="exact", fold=None):
@@ -74,7 +85,7 @@ def check(y, x, weight, *, out_dtype):
     assert error < 1.1 * (rounding(torch.float16) + rounding(out_dtype)), error
 
 
-@pytest.mark.parametrize("config", [None, SPLIT_ALL, AHEAD], ids=["", "split", "ahead"])
+@pytest.mark.parametrize("config", [None, SPLIT_ALL, AHEAD, EVEN, STAGED], ids=["", "split", "ahead", "even", "staged"])
 @pytest.mark.parametrize(("bits", "codebook"), FORMATS, ids=format_id)
 def test_linear_of_one_hot_rows_returns_decoded_weights(device, triton_backend, bits, codebook, config):
     weight = plain(random_weight(bits, codebook, 256, 128, device))
@@ -331,6 +342,28 @@ def test_forms_of_an_h200_are_the_measured_ones(m, k, n, bits, ahead):
     assert config.prefetch == ahead
 
 
+@pytest.mark.parametrize(("blocks", "steps", "programs"), [(136, 40, 792), (5, 8, 4), (3, 7, 21), (2, 16, 1), (10, 3, 7)])
+def test_even_shares_meet_in_no_more_programs_than_a_launch_has_room_for(blocks, steps, programs):
+    """Every program's range, counted step by step."""
+    units = blocks * steps
+    owners = [owner_of(unit, units, programs) for unit in range(units)]
+    assert owners == sorted(owners)
+    shares = [owners.count(program) for program in range(programs)]
+    assert max(shares) - min(shares) <= 1
+    most = max(len(set(owners[block * steps : (block + 1) * steps])) for block in range(blocks))
+    config = LinearConfig(16, 32, 1, 4, even=1)
+    assert programs_and_parts(config, 32 * steps, blocks, programs) == (programs, most)
+
+
+@pytest.mark.parametrize("config", [EVEN, STAGED], ids=["even", "staged"])
+def test_even_shares_give_a_row_the_same_bits_in_any_batch(device, triton_backend, config):
+    weight = random_weight(4, Codebook.MCG, 256, 384, device)
+    x = torch.randn(16, 256).to(device)
+    y = launch(x, [weight], config)[0]
+    for m in (1, 5):
+        assert torch.equal(launch(x[:m], [weight], config)[0], y[:m])
+
+
 def test_linears_of_mixed_formats(device, triton_backend):
     weights = [
         random_weight(3, Codebook.MCG, 256, 128, device),
@@ -343,7 +376,8 @@ def test_linears_of_mixed_formats(device, triton_backend):
     weights.append(TrellisWeight(first.trellis, first.suh, first.svh, first.codebook, bias, 256, 128))
     for m in (1, 17):
         x = torch.randn(m, 256).bfloat16().to(device)
-        for outputs in (linears(x, weights, out_dtype=torch.float32), launch(x, weights, SPLIT_ALL, torch.float32)):
+        forced = [launch(x, weights, config, torch.float32) for config in (SPLIT_ALL, EVEN, STAGED)]
+        for outputs in (linears(x, weights, out_dtype=torch.float32), *forced):
             assert len(outputs) == len(weights)
             for y, weight in zip(outputs, weights):
                 check(y, x, weight, out_dtype=torch.float32)

@@ -33,7 +33,7 @@ from ..kv_format import PAGE
 from ..ops import attention, gqa, indexer, prefill
 from ..ops.decode_once import SCRATCH_ELEMENTS
 from ..ops.router import SEGMENT, SEGMENT_WIDE, SPLIT_TOKENS
-from ..ops.tuning import device_of, select_linear
+from ..ops.tuning import device_of, programs_and_parts, select_linear
 from .attention import MLA, Indexer
 from .cache import KVCache, pages_for
 from .gqa import GQA
@@ -113,7 +113,8 @@ def _exl3_scratch(weights: Sequence[Any], rows: int, device: torch.device) -> in
     highest = max((each.twice_bits, int(each.codebook)) for each in weights)
     config = select_linear(rows, k, blocks, device_of(device), *highest)
     if config is not None:
-        return rotated + (512 * config.split * blocks * rows if config.split > 1 else 0)
+        programs, parts = programs_and_parts(config, k, blocks, device_of(device).processors)
+        return rotated + (512 * parts * blocks * rows if programs or parts > 1 else 0)
     once = []
     for each in weights:
         width = min(each.padded_out, max(128, SCRATCH_ELEMENTS // k // 128 * 128))

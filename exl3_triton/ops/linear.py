@@ -24,13 +24,14 @@ from .. import reference
 from ..format import Codebook, TrellisWeight
 from ._args import FLOATS, as_rows
 from ._dispatch import call, device_guard, overlap, use_triton
-from ._triton import start_next, tl, triton, wait_previous
-from .decode_once import finish_rows, launch_folded, launch_rotated, scale_rows
-from .hadamard import launch_rotate_input, rotate_columns, scale_by_power
+from ._triton import triton
+from .decode_once import launch_folded, launch_rotated, scale_rows
+from .hadamard import launch_rotate_input
 from .layout import WORD_ORDER, layout_variant
-from .modes import PARTS, check_mode, launch_quantize_rows, raw_product
-from .trellis import decode_tiles, decode_words, load_tiles, trellis_words
-from .tuning import LinearConfig, device_of, folds, select_linear
+from .linear_kernels import product_kernel, reduce_kernel
+from .modes import PARTS, check_mode, launch_quantize_rows
+from .trellis import trellis_words
+from .tuning import LinearConfig, device_of, folds, programs_and_parts, select_linear
 
 
 @dataclass(frozen=True)
@@ -58,203 +59,6 @@ class _Class:
             self.count,
             self.block,
         )
-
-
-@triton.jit
-def _write_output(
-    acc,
-    exponents,
-    affine,
-    svh,
-    bias,
-    y,
-    matrix,
-    rows,
-    m,
-    column,
-    COUNT: tl.constexpr,
-    OUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Accumulators [128, BLOCK_M] of one matrix of COUNT -> y[rows, column..column+127]."""
-    n = column + tl.arange(0, 128)
-    live = rows < m
-    raw = raw_product(acc, affine, (matrix * m + rows)[None, :], live[None, :], COUNT * m)
-    result = rotate_columns(raw, BLOCK_M) * tl.load(svh + n).to(tl.float32)[:, None]
-    exponent = tl.load(exponents + matrix * m + rows, mask=live, other=0)
-    result = scale_by_power(result, exponent[None, :])
-    if BIAS:
-        result += tl.load(bias + n).to(tl.float32)[:, None]
-    at = rows.to(tl.int64)[None, :] * OUT + n[:, None]
-    tl.store(y + at, result.to(y.dtype.element_ty), mask=live[None, :] & (n < OUT)[:, None])
-
-
-@triton.jit
-def _pick(pointers, index, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """pointers[FIRST + index] for an index known at run time only."""
-    chosen = pointers[FIRST]
-    for i in tl.static_range(1, COUNT):
-        if index == i:
-            chosen = pointers[FIRST + i]
-    return chosen
-
-
-@triton.jit
-def _load_rows(x, live, low, LOW: tl.constexpr):
-    """A block of activations, and with LOW the block of their low parts, `low` elements further on."""
-    high = tl.load(x, mask=live, other=0)
-    if LOW:
-        blocks = (high, tl.load(x + low, mask=live, other=0))
-    else:
-        blocks = (high,)  # type: ignore[assignment]
-    return blocks
-
-
-@triton.jit
-def _multiply(w, blocks, acc):
-    for i in tl.static_range(len(blocks) - 1, -1, -1):  # low parts first
-        acc = tl.dot(w, blocks[i], acc, out_dtype=acc.dtype)
-    return acc
-
-
-@triton.jit(do_not_specialize=["m"])
-def _product_kernel(
-    xh,
-    exponents,
-    affine,
-    words,
-    svh,
-    bias,
-    y,
-    partial,
-    m,
-    K: tl.constexpr,
-    CLASSES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    VARIANT: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PARTS: tl.constexpr,
-    LOW: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Program (output block, part of k, token block). With SPLIT > 1 raw sums go to partial [SPLIT, BLOCKS, m, 128].
-
-    PARTS: of `decode_words`, each meeting the same activation. LOW: activations are [2, matrices, m, K], high and low parts.
-    """
-    block = tl.program_id(0)
-    part = tl.program_id(1)
-    m0 = tl.program_id(2) * BLOCK_M
-    rows = m0 + tl.arange(0, BLOCK_M)
-    live = (rows < m)[None, :]
-    low = tl.cast(m, tl.int64) * (len(words) * K)
-    STEPS: tl.constexpr = (K // BLOCK_K + SPLIT - 1) // SPLIT
-    first = part * STEPS
-    for c in tl.static_range(len(CLASSES)):
-        if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
-            blocks_each: tl.constexpr = CLASSES[c][2] // 128
-            row_words: tl.constexpr = CLASSES[c][2] // 16 * 4 * CLASSES[c][0]
-            index = (block - CLASSES[c][7]) // blocks_each
-            column = (block - CLASSES[c][7]) % blocks_each
-            matrix = CLASSES[c][5] + index
-            tile = _pick(words, index, CLASSES[c][5], CLASSES[c][6])
-            tile += (first * (BLOCK_K // 16)).to(tl.int64) * row_words + column * (8 * 4 * CLASSES[c][0])
-            at = (matrix * m + rows).to(tl.int64)[None, :] * K + (tl.arange(0, BLOCK_K * PARTS) // PARTS)[:, None]
-            x_block = xh + first * BLOCK_K + at
-            acc = tl.zeros((128, BLOCK_M), tl.int32 if PARTS == 4 else tl.float32)
-            steps = STEPS if K % (SPLIT * BLOCK_K) == 0 else tl.minimum(STEPS, K // BLOCK_K - first)
-            if PREFETCH:
-                raw = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
-                wait_previous(OVERLAP)
-                x = _load_rows(x_block, live, low, LOW)
-                for _ in range(1, steps):
-                    tile += BLOCK_K // 16 * row_words
-                    x_block += BLOCK_K
-                    raw_next = load_tiles(tile, row_words, CLASSES[c][0], BLOCK_K // 16, 8, VARIANT)
-                    x_next = _load_rows(x_block, live, low, LOW)
-                    w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                    acc = _multiply(w, x, acc)
-                    raw = raw_next
-                    x = x_next
-                w = decode_words(raw, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                acc = _multiply(w, x, acc)
-            else:
-                wait_previous(OVERLAP)
-                for _ in range(steps):
-                    x = _load_rows(x_block, live, low, LOW)
-                    w = decode_tiles(tile, row_words, CLASSES[c][0], CLASSES[c][1], BLOCK_K // 16, 8, VARIANT, PARTS)
-                    acc = _multiply(w, x, acc)
-                    tile += BLOCK_K // 16 * row_words
-                    x_block += BLOCK_K
-            start_next(OVERLAP)
-            if SPLIT == 1:
-                _write_output(
-                    acc,
-                    exponents,
-                    affine,
-                    _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
-                    _pick(bias, index, CLASSES[c][5], CLASSES[c][6]),
-                    _pick(y, index, CLASSES[c][5], CLASSES[c][6]),
-                    matrix,
-                    rows,
-                    m,
-                    column * 128,
-                    len(words),
-                    CLASSES[c][3],
-                    CLASSES[c][4],
-                    BLOCK_M,
-                )
-            else:
-                n = tl.arange(0, 128)[:, None]
-                at = ((part * BLOCKS + block).to(tl.int64) * m + rows.to(tl.int64)[None, :]) * 128 + n
-                tl.store(partial + at, acc, mask=live)
-
-
-@triton.jit(do_not_specialize=["m"])
-def _reduce_kernel(
-    exponents,
-    affine,
-    svh,
-    bias,
-    y,
-    partial,
-    m,
-    CLASSES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Program (output block, row): the parts of k added in their order, then y."""
-    block = tl.program_id(0)
-    row = tl.program_id(1) + tl.zeros((1, 1), tl.int32)
-    n = tl.arange(0, 128)[None, :]
-    part = partial + (block.to(tl.int64) * m + row) * 128 + n
-    wait_previous(OVERLAP)
-    start_next(OVERLAP)
-    acc = tl.zeros((1, 128), partial.dtype.element_ty)
-    for _ in tl.static_range(SPLIT):  # unrolled: all loads in flight at once
-        acc += tl.load(part)
-        part += (BLOCKS * m).to(tl.int64) * 128
-    for c in tl.static_range(len(CLASSES)):
-        if block >= CLASSES[c][7] and block < CLASSES[c][7] + CLASSES[c][6] * (CLASSES[c][2] // 128):
-            blocks_each: tl.constexpr = CLASSES[c][2] // 128
-            index = (block - CLASSES[c][7]) // blocks_each
-            finish_rows(
-                raw_product(acc, affine, (CLASSES[c][5] + index) * m + row, row < m, len(svh) * m),
-                exponents + (CLASSES[c][5] + index) * m,
-                _pick(svh, index, CLASSES[c][5], CLASSES[c][6]),
-                _pick(bias, index, CLASSES[c][5], CLASSES[c][6]),
-                _pick(y, index, CLASSES[c][5], CLASSES[c][6]),
-                row,
-                row < m,
-                (block - CLASSES[c][7]) % blocks_each * 128 + n,
-                CLASSES[c][3],
-                CLASSES[c][4],
-                1,
-            )
 
 
 def _launch_linears(
@@ -308,8 +112,9 @@ def _launch_linears(
         xh, affine = launch_quantize_rows(xh) if mode == "int8" else (xh, exponents)
         token_blocks = triton.cdiv(m, config.block_m)
         partial = exponents
-        if config.split > 1:
-            shape = (config.split, blocks, m, 128)
+        programs, split = programs_and_parts(config, padded_in, blocks, device_of(x.device).processors)
+        if programs or split > 1:
+            shape = (split, blocks, m, 128)
             partial = torch.empty(shape, dtype=torch.int32 if mode == "int8" else torch.float32, device=x.device)
         ends = (
             tuple(svh[i] for i in order),
@@ -318,7 +123,7 @@ def _launch_linears(
             partial,
             m,
         )
-        _product_kernel[(blocks, config.split, token_blocks)](
+        product_kernel[(programs, 1, token_blocks) if programs else (blocks, split, token_blocks)](
             xh,
             exponents,
             affine,
@@ -329,9 +134,11 @@ def _launch_linears(
             BLOCKS=blocks,
             BLOCK_M=config.block_m,
             BLOCK_K=config.block_k,
-            SPLIT=config.split,
+            SPLIT=split,
+            PROGRAMS=programs,
             VARIANT=variant,
             PREFETCH=config.prefetch,
+            STAGES=config.stages,
             PARTS=parts,
             LOW=mode == "precise",
             num_warps=config.num_warps,
@@ -339,14 +146,16 @@ def _launch_linears(
             maxnreg=config.registers,
             **overlap(x.device, m),
         )
-        if config.split > 1:
-            _reduce_kernel[(blocks, m)](
+        if programs or split > 1:
+            reduce_kernel[(blocks, m)](
                 exponents,
                 affine,
                 *ends,
                 CLASSES=constants,
                 BLOCKS=blocks,
-                SPLIT=config.split,
+                SPLIT=split,
+                STEPS=padded_in // config.block_k,
+                PROGRAMS=programs,
                 num_warps=1,
                 **overlap(x.device, m),
             )

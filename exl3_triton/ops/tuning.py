@@ -35,6 +35,9 @@ from ..format import Codebook
 class LinearConfig(NamedTuple):
     """Launch parameters of a product: tokens and k of a block, parts of k, warps, most registers a thread, and whether the
     next step's words and activations are loaded ahead.
+
+    even: 0, or programs a multiprocessor that share all steps of all output blocks evenly, across blocks (split is 1 then).
+    stages: 1, or steps of activations in flight through shared memory, with words loaded ahead as well.
     """
 
     block_m: int
@@ -43,6 +46,8 @@ class LinearConfig(NamedTuple):
     num_warps: int
     registers: int | None = None
     prefetch: bool = False
+    even: int = 0
+    stages: int = 1
 
 
 class Regime(NamedTuple):
@@ -136,6 +141,29 @@ def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
     return -(-steps // -(-steps // parts))
 
 
+def owner_of(unit: int, units: int, programs: int) -> int:
+    """The program that owns a unit of work where programs share units in order, the first units % programs one more each."""
+    each, longer = divmod(units, programs)
+    return unit // (each + 1) if unit < longer * (each + 1) else (unit - longer) // each
+
+
+@cache
+def programs_and_parts(config: LinearConfig, k: int, blocks: int, processors: int) -> tuple[int, int]:
+    """How a launch cuts k: (0, parts of every block), or with `even` (programs, most programs that meet in one block).
+
+    Depends on the shapes, the device and the regime, never on the number of rows.
+    """
+    if not config.even:
+        return 0, config.split
+    steps = k // config.block_k
+    units = blocks * steps
+    programs = min(config.even * processors, units)
+    return programs, max(
+        owner_of((block + 1) * steps - 1, units, programs) - owner_of(block * steps, units, programs) + 1
+        for block in range(blocks)
+    )
+
+
 def _filled(regime: Regime, k: int, blocks: int, device: Device) -> float:
     """The part of the card's program slots that a launch takes."""
     return blocks * split_of(regime, k, blocks, device) / (regime.resident * device.processors)
@@ -164,7 +192,7 @@ def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code
         return None
     entry, processors = found
     config = LinearConfig(**entry.config)
-    if processors == device.processors:
+    if config.even or processors == device.processors:
         return config
     steps = k // config.block_k
     parts = max(1, min(config.split * device.processors // processors, steps))
