@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 
 from exl3_triton.format import TWICE_BITS, Codebook
 from exl3_triton.ops._dispatch import OVERLAP_ROWS
-from exl3_triton.ops.decode_once import _FOLD_WARPS, _fold_kernel, _rotate_and_decode_kernel
+from exl3_triton.ops.decode_once import _FOLD_REGISTERS, _FOLD_WARPS, _fold_kernel, _rotate_and_decode_kernel
 from exl3_triton.ops.hadamard import _rotate_input_kernel
 from exl3_triton.ops.layout import WORD_ORDER, layout_variant_for
 from exl3_triton.ops.linear_kernels import product_kernel, reduce_kernel
@@ -300,10 +300,10 @@ def audit_reduce(gpu: GPUTarget, *, n: int = 4096, split: int = 8) -> AuditRepor
 
 def audit_fold(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
     """The kernel that decodes a matrix once to its original basis; decoded weights are multiplied there, twice."""
-    constants = {"N": 4096, "K": 4096, "GROUP": 4, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
+    constants = {"N": 4096, "K": 4096, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
     constants["VARIANT"] = layout_variant_for(gpu.backend, gpu.arch)
-    signature = {"words": "*i32", "suh": "*fp16", "svh": "*fp16", "out": "*fp16", "first": "i32"}
-    options = {"num_warps": _FOLD_WARPS}
+    signature = {"words": "*i32", "suh": "*fp16", "svh": "*fp16", "signs": "*fp16", "out": "*fp16", "first": "i32"}
+    options = {"num_warps": _FOLD_WARPS, "maxnreg": _FOLD_REGISTERS}
     return audit(_fold_kernel, signature, constants, gpu, options, labels={"bits": bits, "codebook": codebook.label})
 
 

@@ -178,9 +178,10 @@ def test_what_may_be_folded(device, triton_backend):
     assert not fits_half(ones, torch.cat([ones, ones * 2**-16]))
     assert not fits_half(ones * 8, ones * 8)
     assert not fits_half(ones.to("meta"), ones)
-    assert folds(4096, 6144, 12288)
-    assert folds(300, 6144, 512)
-    assert not folds(512, 6144, 12288)
+    assert folds(4096, 6144, 12288, False)
+    assert folds(300, 6144, 512, False)
+    assert not folds(1024, 6144, 12288, False)
+    assert not folds(4096, 6144, 12288, True)
     x = torch.randn(300, 128).half().to(device)
     rotated, folded = linear(x, weight), linear(x, foldable(weight))
     assert torch.equal(rotated, launch(x, [weight], fold=False)[0])
@@ -323,23 +324,37 @@ def test_split_depends_on_the_matrix_and_the_device_alone():
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "bits", "ahead"),
+    ("m", "k", "n", "bits", "even", "stages", "split"),
     [
-        (128, 6144, 12288, 3, True),  # two programs a multiprocessor in both forms: idle slots decide nothing
-        (128, 12288, 6144, 3, False),
-        (32, 5120, 17408, 4, False),  # 272 of 396 slots ahead, 680 of 792 behind
-        (32, 6144, 12288, 4, True),
-        (64, 6144, 12288, 5, False),
-        (1, 6144, 12288, 3, False),
-        (1, 6144, 12288, 6, True),
-        (1, 2048, 16384, 4, True),
+        (1, 6144, 12288, 3, 0, 1, 8),
+        (1, 5120, 17408, 4, 7, 1, 1),  # 680 of 792 slots in whole blocks
+        (1, 2048, 16384, 4, 0, 1, 4),
+        (1, 6144, 12288, 6, 0, 1, 4),
+        (32, 6144, 12288, 4, 0, 1, 4),
+        (32, 5120, 17408, 4, 6, 1, 1),
+        (64, 6144, 12288, 5, 2, 3, 1),
+        (64, 6144, 12288, 6, 0, 1, 4),
+        (64, 12288, 6144, 3, 0, 3, 5),
+        (128, 6144, 12288, 3, 2, 3, 1),
+        (128, 12288, 6144, 3, 0, 3, 5),
+        (128, 6144, 38784, 3, 2, 3, 1),  # 303 blocks in 264 slots
+        (128, 512, 6144, 3, 0, 3, 4),  # too little work to share
     ],
 )
-def test_forms_of_an_h200_are_the_measured_ones(m, k, n, bits, ahead):
+def test_forms_of_an_h200_are_the_measured_ones(m, k, n, bits, even, stages, split):
     """The table in `ops/tuning.py`."""
     config = select_linear(m, k, n // 128, Device("sm_90", 132), 2 * bits)
     assert config is not None
-    assert config.prefetch == ahead
+    assert (config.even, config.stages, config.split) == (even, stages, split)
+
+
+def test_only_sm_90_has_stages_and_even_shares():
+    """Compiled for mma.sync, stages spill at 64 and 128 rows; nobody has timed even shares there."""
+    for family in ("cuda", "hip", "host"):
+        for m in (1, 32, 64, 200):
+            config = select_linear(m, 5120, 136, Device(family, 132), 8)
+            assert config is not None
+            assert (config.even, config.stages) == (0, 1)
 
 
 @pytest.mark.parametrize(("blocks", "steps", "programs"), [(136, 40, 792), (5, 8, 4), (3, 7, 21), (2, 16, 1), (10, 3, 7)])

@@ -76,6 +76,13 @@ def overlap(device: torch.device, rows: int) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True}
 
 
+def register_limit(registers: int | None) -> dict[str, Any]:
+    """Launch options that let a thread have at most so many registers; none without a limit, since AMD's compiler does not
+    know the option.
+    """
+    return {"maxnreg": registers} if registers else {}
+
+
 def call(op: Any, body: Callable[..., Any], *args: Any) -> Any:
     """`body(*args)` in eager mode, the registered custom op `op` while something traces.
 

@@ -19,15 +19,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ._dispatch import register_limit
 from ._triton import tl, triton
 from .hadamard import exponent_of, rotate_row, rotate_rows, scale_by_power
 from .layout import k_order, layout_variant
 from .trellis import decode_tiles, tile_address, trellis_words
+from .tuning import device_of
 
 SCRATCH_ELEMENTS = 1 << 27  # fp16 weights in scratch at a time: 256 MiB
 _FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
 _FOLD_WARPS = 4
-_FOLD_PROGRAMS = 1024  # a program folds several blocks of k, one after the other, where there are more blocks than this
+_FOLD_REGISTERS = (
+    168  # sm_90: three programs a multiprocessor, 99 us for 6144 x 12288 at 3 bits on an H200, 119 without the limit
+)
 _WIDE = 1024  # columns that a program of `_scale_rows_kernel` and `_finish_folded_kernel` takes
 
 
@@ -82,13 +86,29 @@ def _rotate_and_decode_kernel(
 
 
 @triton.jit
-def _signs(i, j):
-    """Entries (i, j) of H128, 1 or -1, as fp16: the parity of the bits that both indices have."""
-    common = i & j
+def _signs_kernel(signs):
+    """H64 [64, 64], 1 or -1, as fp16: the parity of the bits that both indices have."""
+    i = tl.arange(0, 64)
+    common = i[:, None] & i[None, :]
     common ^= common >> 4
     common ^= common >> 2
     common ^= common >> 1
-    return (((common & 1) << 15) | 0x3C00).to(tl.int16).to(tl.float16, bitcast=True)
+    tl.store(signs + i[:, None] * 64 + i[None, :], (1 - 2 * (common & 1)).to(tl.float16))
+
+
+@triton.jit
+def _rotated_quarter(tile, h, h_k, N: tl.constexpr, TWICE_BITS: tl.constexpr, CODEBOOK: tl.constexpr, VARIANT: tl.constexpr):
+    """H64 W^T H64 of 4 x 4 tiles, fp32; h_k has its rows in the order of the decoded k."""
+    w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 4, 4, VARIANT)
+    return tl.dot(h, tl.dot(w, h_k).to(tl.float16))
+
+
+@triton.jit
+def _store_quarter(out, value, svh, suh, K: tl.constexpr):
+    i = tl.arange(0, 64)
+    value *= tl.load(svh + i).to(tl.float32)[:, None]  # one after the other: an outer product would take 32 registers
+    value *= tl.load(suh + i).to(tl.float32)[None, :] * 0.0078125
+    tl.store(out + i[:, None] * K + i[None, :], value.to(tl.float16))
 
 
 @triton.jit
@@ -96,37 +116,47 @@ def _fold_kernel(
     words,
     suh,
     svh,
+    signs,
     out,
     first,
     N: tl.constexpr,
     K: tl.constexpr,
-    GROUP: tl.constexpr,
     TWICE_BITS: tl.constexpr,
     CODEBOOK: tl.constexpr,
     VARIANT: tl.constexpr,
 ):
-    """Program (128 output features from feature 128 `first` on, GROUP blocks of 128 inputs): W^T [n, k] in the original basis.
+    """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] in the original basis.
 
-    With H of 1 and -1, W^T = diag(svh) H (W_rotated^T H) diag(suh) / 128. Sums are fp32; the inner product, at most 2^10 for
-    weights below 8, is rounded to fp16, and so is the result.
+    W^T = diag(svh) H (W_rotated^T H) diag(suh) / 128 with H = H128 of 1 and -1, which is [[h, h], [h, -h]] for h = H64: quarters
+    of the block go through matrix instructions with h, their sums and differences are those of H. Sums are fp32; the inner
+    product, below 2^9 for weights below 8, is rounded to fp16, and so is the result.
     """
     block = tl.program_id(0)
-    start = tl.program_id(1) * GROUP
-    i = tl.arange(0, 128)
-    tile = tile_address(words, start * 8, (first + block) * 8, N // 16, TWICE_BITS)
-    rotate_k = _signs(k_order(128, VARIANT)[:, None], i[None, :])
-    rotate_n = _signs(i[:, None], i[None, :])
-    scale = tl.load(svh + (first + block) * 128 + i).to(tl.float32) * 0.0078125
-    at = out + (block * 128 + i).to(tl.int64)[:, None] * K + i[None, :]
-    for step in range(GROUP):
-        kb = start + step
-        if kb < K // 128:
-            w = decode_tiles(tile, N // 4 * TWICE_BITS, TWICE_BITS, CODEBOOK, 8, 8, VARIANT)
-            half = tl.dot(w, rotate_k).to(tl.float16)
-            full = tl.dot(rotate_n, half) * scale[:, None]
-            full *= tl.load(suh + kb * 128 + i).to(tl.float32)[None, :]
-            tl.store(at + kb * 128, full.to(tl.float16))
-            tile += N // 2 * (4 * TWICE_BITS)
+    kb = tl.program_id(1)
+    i = tl.arange(0, 64)
+    h = tl.load(signs + i[:, None] * 64 + i[None, :])
+    if VARIANT & 2:
+        h_k = tl.load(signs + k_order(64, VARIANT)[:, None] * 64 + i[None, :])
+    else:
+        h_k = h
+    tile = tile_address(words, kb * 8, (first + block) * 8, N // 16, TWICE_BITS)
+    to_n: tl.constexpr = 4 * (4 * TWICE_BITS)  # words to the quarter of the next 64 outputs, of the next 64 inputs
+    to_k: tl.constexpr = 4 * (N // 4 * TWICE_BITS)
+    r0 = _rotated_quarter(tile, h, h_k, N, TWICE_BITS, CODEBOOK, VARIANT)
+    r1 = _rotated_quarter(tile + to_k, h, h_k, N, TWICE_BITS, CODEBOOK, VARIANT)
+    sum0 = r0 + r1
+    difference0 = r0 - r1
+    r0 = _rotated_quarter(tile + to_n, h, h_k, N, TWICE_BITS, CODEBOOK, VARIANT)
+    r1 = _rotated_quarter(tile + (to_n + to_k), h, h_k, N, TWICE_BITS, CODEBOOK, VARIANT)
+    sum1 = r0 + r1
+    difference1 = r0 - r1
+    suh += kb * 128
+    svh += (first + block) * 128
+    out += block.to(tl.int64) * 128 * K + kb * 128
+    _store_quarter(out, sum0 + sum1, svh, suh, K)
+    _store_quarter(out + 64, difference0 + difference1, svh, suh + 64, K)
+    _store_quarter(out + 64 * K, sum0 - sum1, svh + 64, suh, K)
+    _store_quarter(out + (64 * K + 64), difference0 - difference1, svh + 64, suh + 64, K)
 
 
 @triton.jit(do_not_specialize=["m", "first", "width"])
@@ -303,7 +333,8 @@ def launch_folded(
     codebook: int,
     y: Tensor,
 ) -> None:
-    """W in the original basis into scratch, then `torch.mm`: straight into y where x, as it came, and y are fp16.
+    """W in the original basis into scratch, then `torch.mm`: straight into y where x came as fp16 and y is fp16, or fp32 and
+    no bias is to be added.
 
     x fp16 [m, in_features], with `exponents` int32 [m] of `scale_rows` where it is scaled, y [m, out_features]. Scratch as for
     `launch_rotated`, without the fp32 product where `torch.mm` writes y.
@@ -311,31 +342,37 @@ def launch_folded(
     m, width = x.shape
     k, columns, features = trellis.shape[0] * 16, trellis.shape[1] * 16, y.shape[-1]
     weights = _scratch(k, columns, x.device)
+    signs = torch.empty((64, 64), dtype=torch.float16, device=x.device)
+    _signs_kernel[(1,)](signs, num_warps=4)
     for start, size in _slices(k, columns):
-        group = min(8, triton.cdiv(size // 128 * (k // 128), _FOLD_PROGRAMS))
-        _fold_kernel[(size // 128, triton.cdiv(k // 128, group))](
+        _fold_kernel[(size // 128, k // 128)](
             trellis_words(trellis),
             suh,
             svh,
+            signs,
             weights,
             start // 128,
             N=columns,
             K=k,
-            GROUP=group,
             TWICE_BITS=trellis.shape[2] // 8,
             CODEBOOK=codebook,
             VARIANT=layout_variant(x.device),
             num_warps=_FOLD_WARPS,
+            **register_limit(_FOLD_REGISTERS if device_of(x.device).family == "sm_90" else None),
         )
         live = min(size, features - start)  # the last slice may hold padding, at most 127 columns of it
         w, end = weights[:live, :width].t(), y[:, start : start + live]
-        if exponents is None and y.dtype == torch.float16 and x.is_cuda:
-            with _fp32_sums():
-                if bias is None:
-                    torch.mm(x, w, out=end)
-                else:
-                    torch.addmm(bias[start : start + live], x, w, out=end)
-            continue
+        if exponents is None and x.is_cuda:  # the product is y already
+            if y.dtype == torch.float32 and bias is None and end.is_contiguous():
+                torch.mm(x, w, out_dtype=torch.float32, out=end)
+                continue
+            if y.dtype == torch.float16:
+                with _fp32_sums():
+                    if bias is None:
+                        torch.mm(x, w, out=end)
+                    else:
+                        torch.addmm(bias[start : start + live], x, w, out=end)
+                continue
         raw = _wide_product(x, w)
         _finish_folded_kernel[(triton.cdiv(live, _WIDE), m)](
             raw,

@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import reference
 from ..format import Codebook, TrellisWeight
 from ._args import FLOATS, as_rows
-from ._dispatch import call, device_guard, overlap, use_triton
+from ._dispatch import call, device_guard, overlap, register_limit, use_triton
 from ._triton import triton
 from .decode_once import launch_folded, launch_rotated, scale_rows
 from .hadamard import launch_rotate_input
@@ -98,7 +98,8 @@ def _launch_linears(
     variant = layout_variant(x.device) | (WORD_ORDER if parts > 1 else 0)
     with device_guard(x):
         if config is None:
-            folded = foldable and mode == "exact" and folds(m, padded_in, 128 * blocks)
+            passes = x.dtype != torch.float16 or out_dtype == torch.bfloat16
+            folded = foldable and mode == "exact" and folds(m, padded_in, 128 * blocks, passes)
             x, scales = scale_rows(x) if folded and x.dtype != torch.float16 else (x, None)
             for i in order:
                 y = outputs[i].view(m, out_features[i])
@@ -143,7 +144,7 @@ def _launch_linears(
             LOW=mode == "precise",
             num_warps=config.num_warps,
             num_stages=1,
-            maxnreg=config.registers,
+            **register_limit(config.registers),
             **overlap(x.device, m),
         )
         if programs or split > 1:

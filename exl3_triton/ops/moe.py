@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import reference
 from ..format import ExpertProjection, ExpertWeights
 from ._args import check_float
-from ._dispatch import call, device_guard, launchable, overlap, use_triton
+from ._dispatch import call, device_guard, launchable, overlap, register_limit, use_triton
 from ._triton import triton
 from .layout import K_ORDER4, layout_variant, layout_variant_for
 from .moe_kernels import activation_kernel, combine_kernel, expert_gemm_kernel, prologue_kernel
@@ -205,7 +205,7 @@ class _Call(NamedTuple):
             OUT_COUNT=out_count, X_DIV=x_div, SPLIT=split, HALF=bool(half), BLOCK_M=regime.block_m, SMALL_M=tile.small,
             MAIN_M=main, TAIL_M=regime.block_m - main, BLOCK_N=_BLOCK_N, BLOCK_K=tile.block_k, VARIANT=self.variant,
             PREFETCH=tile.prefetch, PACKED_BEFORE=packed_before, num_warps=tile.warps, num_stages=1, **self.overlap,
-            **({"maxnreg": tile.registers} if tile.registers else {}),
+            **register_limit(tile.registers),
         )  # fmt: skip
 
 

@@ -3,19 +3,23 @@
 A regime is a range of row counts that share a kernel configuration, so that a row gives the same bits in any batch of its
 regime. Evidence for sm_90 (NVIDIA H200, 2026-12-01, torch 2.11, Triton 3.6, microseconds of the whole op in a CUDA graph,
 compared within one run each; 6144 x 12288 and MCG unless said otherwise; "ahead": words and activations of the next step
-are loaded before the present one is decoded):
+are loaded before the present one is decoded; "staged": words ahead in registers, activations two steps ahead in shared
+memory; "even": programs share all steps of all blocks evenly):
 
     rows   bits   as chosen                                          instead
     1      3      80 registers, K 128               30.9             ahead, K 64, no limit, 4 resident    32.8; 3 resident 38.5
     1      6      ahead, K 64, no limit, 3 resident 35.6             80 registers, K 128                  46.5
-    1      5, 8   the same                          33.3, 35.4       the same                             35.5, 37.3
+    1      6 MUL1 ahead, K 64, 168 registers        34.1             no limit: 4 fit some multiprocessors 41.3
+    1      5, 8   ahead, K 64, no limit, 3 resident 33.3, 35.4       80 registers, K 128                  35.5, 37.3
     1      4      2048 x 16384: ahead, 4 resident   15.1             80 registers, K 128                  16.6
+    1      4      5120 x 17408: even, 7 x 72 reg.   34.8             split 5, 6 x 80 registers            38.5
     32     3, 6   ahead, K 64, no limit, 3 resident 34.9, 38.7       80 registers, K 128, 6 resident      39.7, 61.7
+    32     4      5120 x 17408: even, 6 x 80 reg.   46.3             split 5, 6 x 80 registers            50.6
     64     3, 6   ahead, K 32, no limit, 3 resident 46.3, 54.0       128 registers, K 128, 4 resident     55.4, 76.7
-    128    3      ahead, K 32, 8 warps, 2 resident  83.8             K 64, not ahead                      89.8
-    32     4      5120 x 17408: not ahead           48.9             ahead (272 of 396 programs)          53.5
-    64     5      not ahead                         67.0 (11-30)     ahead                                78.5
-    128    3      12288 x 6144: not ahead           92.0 (11-30)     ahead                                116.9
+    64     5      staged, K 64, even                54.4             not ahead                            69.1
+    64     3      2048 x 16384: staged, K 64        26.2             ahead, K 32                          28.6
+    128    3, 4   staged, K 64, even                73.7, 69.7       ahead, K 32, split 2                 85.8, 91.1
+    128    3      12288 x 6144: staged, K 64        79.4             even 82.0; ahead, K 32               89.8
 
 Other architectures take the settings that compile without spills for sm_80 .. sm_121 and gfx targets: nobody has timed them.
 These are the rules; an entry for the device in a table (`exl3_triton/tables.py`), measured or predicted, goes before them.
@@ -51,7 +55,10 @@ class LinearConfig(NamedTuple):
 
 
 class Regime(NamedTuple):
-    """Row counts up to `rows`: blocks of `block_m` tokens and `block_k` inputs; `resident` programs fit a multiprocessor."""
+    """Row counts up to `rows`: blocks of `block_m` tokens and `block_k` inputs; `resident` programs fit a multiprocessor.
+
+    prefetch, stages: of `LinearConfig`.
+    """
 
     rows: int
     block_m: int
@@ -60,6 +67,7 @@ class Regime(NamedTuple):
     registers: int | None
     resident: int
     prefetch: bool = False
+    stages: int = 1
 
 
 SMALL_MATRIX = 48 << 20
@@ -68,15 +76,17 @@ SMALL_MATRIX = 48 << 20
 _HOPPER = (
     Regime(16, 16, 128, 4, 80, 6),
     Regime(32, 32, 64, 4, None, 3, prefetch=True),
-    Regime(64, 64, 32, 4, None, 3, prefetch=True),
-    Regime(255, 128, 32, 8, 128, 2, prefetch=True),
+    Regime(64, 64, 64, 4, 255, 2, prefetch=True, stages=3),
+    Regime(255, 128, 64, 8, 128, 2, prefetch=True, stages=3),
 )
 _HOPPER_SMALL = Regime(16, 16, 64, 4, None, 4, prefetch=True)
-_HOPPER_MANY_BITS = Regime(16, 16, 64, 4, None, 3, prefetch=True)
-_HOPPER_BEHIND = {
-    32: Regime(32, 32, 128, 4, 80, 6),
-    64: Regime(64, 64, 128, 4, 128, 4),
-    255: Regime(255, 128, 64, 8, 128, 2),
+_HOPPER_MANY_BITS = {  # rows -> twice the bits from which on, and what
+    16: (10, Regime(16, 16, 64, 4, 168, 3, prefetch=True)),  # some formats need less, and a fourth program is one too many
+    64: (12, Regime(64, 64, 32, 4, None, 3, prefetch=True)),
+}
+_HOPPER_EVEN = {  # what shares the steps evenly, where that differs
+    (16, 6): Regime(16, 16, 128, 4, 72, 7),
+    (32, 3): Regime(32, 32, 128, 4, 80, 6),
 }
 _CUDA = (
     Regime(16, 16, 128, 4, None, 4),
@@ -164,21 +174,24 @@ def programs_and_parts(config: LinearConfig, k: int, blocks: int, processors: in
     )
 
 
-def _filled(regime: Regime, k: int, blocks: int, device: Device) -> float:
-    """The part of the card's program slots that a launch takes."""
-    return blocks * split_of(regime, k, blocks, device) / (regime.resident * device.processors)
-
-
 def _form(regime: Regime, k: int, blocks: int, device: Device, twice_bits: int) -> Regime:
-    """`regime` as it suits the matrix. On sm_90 loading ahead has fewer and larger slots: not where they stay idle."""
-    if device.family != "sm_90":
+    """`regime` as it suits the matrix."""
+    if device.family != "sm_90" or regime.rows not in _HOPPER_MANY_BITS:
         return regime
-    if regime.rows == 16:
-        return _HOPPER_MANY_BITS if twice_bits >= 10 else _HOPPER_SMALL if k * blocks * 128 < SMALL_MATRIX else regime
-    behind = _HOPPER_BEHIND[regime.rows]
-    filled = _filled(regime, k, blocks, device)
-    idle = filled < 0.8 and filled < _filled(behind, k, blocks, device)
-    return behind if idle or (regime.rows == 64 and twice_bits == 10) or (regime.rows == 255 and k > 8192) else regime
+    bits, form = _HOPPER_MANY_BITS[regime.rows]
+    if twice_bits >= bits:
+        return form
+    return _HOPPER_SMALL if regime.rows == 16 and k * blocks * 128 < SMALL_MATRIX else regime
+
+
+def _evenly(regime: Regime, k: int, blocks: int, device: Device) -> bool:
+    """Whether programs share the steps of all blocks: where whole blocks, cut alike, leave a tenth of the slots idle, and
+    there is enough work for it to matter more than the additional partial sums.
+    """
+    slots = regime.resident * device.processors
+    programs = blocks * split_of(regime, k, blocks, device)
+    filled = programs / (-(-programs // slots) * slots)
+    return device.family == "sm_90" and filled < 0.9 and blocks * (k // regime.block_k) >= 6 * slots
 
 
 def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code: int) -> LinearConfig | None:
@@ -205,8 +218,16 @@ def _configure(regime: Regime, k: int, blocks: int, device: Device, format_code:
         if (config := _from_table(regime, k, blocks, device, format_code)) is not None:
             return config
         regime = _form(regime, k, blocks, device, format_code // 4)
-    split = split_of(regime, k, blocks, device)
-    return LinearConfig(regime.block_m, regime.block_k, split, regime.num_warps, regime.registers, regime.prefetch)
+        if _evenly(regime, k, blocks, device):
+            regime = _HOPPER_EVEN.get((regime.rows, regime.resident), regime)
+            return _config_of(regime, split=1, even=regime.resident)
+    return _config_of(regime, split=split_of(regime, k, blocks, device))
+
+
+def _config_of(regime: Regime, *, split: int, even: int = 0) -> LinearConfig:
+    return LinearConfig(
+        regime.block_m, regime.block_k, split, regime.num_warps, regime.registers, regime.prefetch, even, regime.stages
+    )
 
 
 def select_linear(
@@ -223,9 +244,10 @@ def select_linear(
     return None
 
 
-def folds(m: int, k: int, n: int) -> bool:
-    """Whether decoding m rows' weights (k x n) to the original basis is cheaper than rotating x and y.
+def folds(m: int, k: int, n: int, passes: bool) -> bool:
+    """Whether decoding the weights (k x n) of a product of m rows to the original basis is cheaper than rotating x and y.
 
-    Folding costs time per weight, rotations cost time per row: 2 ps an element of x and y against 0.5 ps a weight on an H200.
+    Folding costs time per weight, 0.7 ps on an H200, rotations cost time per row, 2 ps an element of x and y. passes: x has to
+    be scaled and the product converted, which takes most of what rotating them does.
     """
-    return 4 * m * (k + n) > k * n
+    return (m * (k + n) > 2 * k * n) if passes else (3 * m * (k + n) > k * n)
