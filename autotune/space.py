@@ -58,6 +58,13 @@ _LINEAR_FORMS = {  # rows -> (block_m, block_k, warps, most registers, ahead)
           (128, 64, 8, None, True), (64, 128, 8, None, False), (64, 64, 8, 80, False), (64, 64, 4, 128, False)],
 }  # fmt: skip
 
+_STAGED_FORMS = {  # sm_90: rows -> (block_m, block_k, warps, most registers, programs a multiprocessor, stages)
+    16: [(16, 128, 4, 72, 7, 1), (16, 64, 4, 128, 4, 1), (16, 64, 4, 168, 3, 1)],
+    32: [(32, 128, 4, 80, 6, 1), (32, 64, 4, 168, 3, 3), (32, 64, 4, 168, 3, 1)],
+    64: [(64, 64, 4, 255, 2, 3), (64, 128, 8, 128, 2, 3)],
+    255: [(128, 64, 8, 128, 2, 3), (128, 64, 4, 255, 2, 3)],
+}
+
 _DECODE_TILES = {  # block_m -> (block_k, warps, registers, ahead)
     8: [(128, 4, 0, 0), (64, 4, 0, 0), (64, 4, 0, 1), (32, 4, 0, 1), (128, 4, 80, 0)],
     16: [(128, 4, 80, 0), (128, 4, 0, 0), (64, 4, 0, 0), (64, 4, 0, 1)],
@@ -100,6 +107,13 @@ def linear_space(problem: LinearProblem, rows: int, device: Device) -> list[Line
         if problem.k % block_k == 0 and (block_m + 128) * block_k * 2 <= SHARED_LIMIT:
             for split in _splits(problem, block_k, warps, registers, device.processors):
                 found.append(LinearConfig(block_m, block_k, split, warps, registers, ahead))
+    for block_m, block_k, warps, registers, programs, stages in _STAGED_FORMS[rows] if device.family == "sm_90" else ():
+        if problem.k % block_k == 0:
+            ahead = stages > 1 or block_k < 128
+            found.append(LinearConfig(block_m, block_k, 1, warps, registers, ahead, programs, stages))
+            steps = problem.k // block_k
+            parts = max(1, min(programs * device.processors // (problem.n // 128), steps))
+            found.append(LinearConfig(block_m, block_k, -(-steps // -(-steps // parts)), warps, registers, ahead, 0, stages))
     return list(dict.fromkeys(found))
 
 

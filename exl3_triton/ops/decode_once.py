@@ -127,9 +127,9 @@ def _fold_kernel(
 ):
     """Program (128 output features from feature 128 `first` on, 128 inputs): W^T [n, k] in the original basis.
 
-    W^T = diag(svh) H (W_rotated^T H) diag(suh) / 128 with H = H128 of 1 and -1, which is [[h, h], [h, -h]] for h = H64: quarters
-    of the block go through matrix instructions with h, their sums and differences are those of H. Sums are fp32; the inner
-    product, below 2^9 for weights below 8, is rounded to fp16, and so is the result.
+    W^T = diag(svh) H (W_rotated^T H) diag(suh) / 128 with H = H128 of 1 and -1, which is [[h, h], [h, -h]] for h = H64:
+    quarters of the block go through matrix instructions with h, their sums and differences are those of H. Sums are fp32; the
+    inner product, below 2^9 for weights below 8, is rounded to fp16, and so is the result.
     """
     block = tl.program_id(0)
     kb = tl.program_id(1)
