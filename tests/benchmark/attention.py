@@ -1,6 +1,6 @@
 """Measures attention and the indexer on this machine's GPU: `python tests/benchmark/attention.py --out results.json`.
 
-    --match TEXT    only problems whose name contains TEXT
+    --match TEXTS   only problems whose name contains one of these texts, comma-separated
     --sweep         every candidate configuration of each problem, checked on a small problem first, and the best one
     --jobs N        compile (and check) in N processes first
 
@@ -280,6 +280,7 @@ def candidates(problem: Problem) -> list[Candidate]:
             plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 64, 4, 3, 1, True, True), 128)]
         else:
             plans = [((64, 32, 4, 3, 2), 64), ((64, 32, 4, 3, 2), 128), ((64, 32, 4, 4, 2), 64), ((32, 32, 8, 3), 64)]
+            plans += [((64, 64, 4, 2, 2), 64), ((64, 64, 4, 2, 2), 128), ((64, 32, 8, 3, 2), 64), ((64, 32, 4, 3, 2), 32)]
             plans += [((32, 32, 8, 3), 128), ((64, 64, 8, 2), 128), ((16, 64, 4, 3, 1, True, True), 64)]
         return [{}] + [{"tile": DecodeTile(*tile), "most": m} for tile, m in plans]  # type: ignore[arg-type]
     if problem.op == "sparse_decode":
@@ -392,7 +393,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 2
-    problems = [problem for problem in PROBLEMS if arguments.match in problem.name]
+    problems = [problem for problem in PROBLEMS if any(text in problem.name for text in arguments.match.split(","))]
     todo = [(problem, c) for problem in problems for c in (candidates(problem) if arguments.sweep else [{}])]
     if arguments.compile:
         part, parts = map(int, arguments.compile.split("/"))
