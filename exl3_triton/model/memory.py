@@ -181,9 +181,11 @@ def _mla(module: MLA, work: Pass, size: int) -> int:
     if work.prefill and not selects:
         core = _unfolding(c.num_heads, c.head_dim, c.v_head_dim, work, size)
     else:  # queries and sums in the latent space
-        tile = attention.decode_tile(c.num_heads, torch.float32 if size == 4 else torch.float16, device_of(device))
+        tile = attention.decode_tile(
+            c.num_heads, torch.float32 if size == 4 else torch.float16, device_of(device), sparse=selects
+        )
         keys = c.index_topk if selects else work.context
-        plan = attention.split_plan(rows, -(-c.num_heads // tile.heads), keys, selects)
+        plan = attention.split_plan(rows, -(-c.num_heads // tile.heads) * tile.parts, keys, selects)
         one = 4 * c.num_heads * plan.grid * (latent + 2)
         core = 2 * size * rows * c.num_heads * latent + 4 * rows * c.num_heads
         core += _partial_results(rows, one, attention.SCRATCH_BYTES) if plan.most > 1 else 0
