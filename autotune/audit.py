@@ -303,7 +303,7 @@ def audit_fold(gpu: GPUTarget, bits: float, codebook: Codebook) -> AuditReport:
     constants = {"N": 4096, "K": 4096, "TWICE_BITS": round(2 * bits), "CODEBOOK": int(codebook)}
     constants["VARIANT"] = layout_variant_for(gpu.backend, gpu.arch)
     signature = {"words": "*i32", "suh": "*fp16", "svh": "*fp16", "signs": "*fp16", "out": "*fp16", "first": "i32"}
-    options = {"num_warps": _FOLD_WARPS, "maxnreg": _FOLD_REGISTERS}
+    options = {"num_warps": _FOLD_WARPS} | ({"maxnreg": _FOLD_REGISTERS} if family_of(gpu) == "sm_90" else {})
     return audit(_fold_kernel, signature, constants, gpu, options, labels={"bits": bits, "codebook": codebook.label})
 
 
@@ -388,7 +388,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="16", help="row counts of the linear kernel, comma-separated")
     parser.add_argument("--mode", default="exact", choices=MODES, help="of the linear kernel (default exact)")
     parser.add_argument("--split", type=int, default=1, help="parts of k of the linear kernel (default 1)")
-    parser.add_argument("--kernels", default="linear", help="of linear, reduce, rotate, decode, dequantize, comma-separated")
+    parser.add_argument(
+        "--kernels", default="linear", help="of linear, reduce, rotate, decode, fold, dequantize, comma-separated"
+    )
     parser.add_argument("--layouts", action="store_true", help="the linear kernel in all four decode layouts")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(argv)
@@ -404,6 +406,8 @@ def main(argv: list[str] | None = None) -> int:
             for bits, codebook in formats:
                 if "decode" in kernels:
                     yield audit_decode(gpu, bits, codebook)
+                if "fold" in kernels:
+                    yield audit_fold(gpu, bits, codebook)
                 if "dequantize" in kernels:
                     yield from (audit_dequantize(gpu, bits, codebook, rotated=rotated) for rotated in (True, False))
                 if "linear" in kernels:

@@ -15,10 +15,15 @@ IN_REGISTERS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "sm_121")
 TARGETS = (*IN_REGISTERS, "sm_100", "gfx942", "gfx1100", "gfx1201")
 
 
-def run_audit(*options):
-    """Reports of `python -m autotune audit` as dictionaries."""
+MEASURED_SPILLS = {"product": 200, "fold": 30}
+"""Kernel -> spills that register limits of sm_90 (ops/tuning.py, ops/decode_once.py) may cost: less than they gain."""
+
+
+def run_audit(*options, triton=()):
+    """Reports of `python -m autotune audit` as dictionaries; `triton`: a folder with another Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    folders = [*map(str, triton), str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
     command = [sys.executable, "-m", "autotune.audit", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,7 +35,8 @@ def check_limits(reports):
         what = f"{report['kernel']} on {report['target']}: {report['labels']}"
         assert report["shared"] <= SHARED_LIMIT, what
         # the register limits of sm_90 (ops/tuning.py) were measured: at some rates a few spills cost less than occupancy
-        assert report["spills"] <= (200 if report["target"] == "sm_90" and report["kernel"] == "product" else 0), what
+        spills = MEASURED_SPILLS.get(report["kernel"], 0) if report["target"] == "sm_90" else 0
+        assert report["spills"] <= spills, what
         if report["target"].startswith("sm_"):
             assert 0 < report["registers"] <= 255, what
 
@@ -83,8 +89,8 @@ def test_audit_of_the_modes(mode, formats):
 
 
 def test_audit_of_the_other_kernels():
-    reports = run_audit("--targets", "sm_90,sm_120,gfx942", "--kernels", "rotate,reduce,decode,dequantize")
-    assert len(reports) == 3 * (1 + 1 + 1 + 2)
+    reports = run_audit("--targets", "sm_90,sm_120,gfx942", "--kernels", "rotate,reduce,decode,fold,dequantize")
+    assert len(reports) == 3 * (1 + 1 + 1 + 1 + 2)
     check_limits(reports)
 
 
@@ -129,3 +135,21 @@ def test_audit_of_every_row_bucket_of_the_modes(name):
 def test_audit_of_every_row_bucket(name):
     reports = run_audit("--targets", name, "--formats", "mcg.3,mul1.4,3inst.8", "--rows", "1,32,64,200", "--split", "4")
     check_limits(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_audit_on_an_older_and_a_newer_triton(version, tmp_path):
+    """The oldest Triton that is supported, and one above what the tests are pinned to; both choose other layouts."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), f"triton=={version}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"triton {version} cannot be installed here: {done.stderr[-200:]}")
+    formats = ("--formats", "mcg.3,mul1.2.5,3inst.6")
+    reports = run_audit("--targets", ",".join(IN_REGISTERS), *formats, "--kernels", "linear,decode,fold", triton=[tmp_path])
+    assert len(reports) == len(IN_REGISTERS) * 3 * 3
+    assert {report["triton"] for report in reports} == {version}
+    assert max(report["shared"] for report in reports) <= SHARED_LIMIT
+    products = [report for report in reports if report["kernel"] == "product"]
+    check_limits(products)
+    check_decode(products)
