@@ -121,7 +121,9 @@ def _check_block(name: str, value: int) -> None:
 class MoeSpec:
     """What a plan knows of its layers: logical sizes, experts per token, and the rates and codebooks that may occur.
 
-    rates: K of any expert and projection (1..8, 1.5, 2.5, 3.5); codebooks: `Codebook`s. Raises ValueError for illegal values.
+    rates: K of any expert and projection (1..8, 1.5, 2.5, 3.5); codebooks: `Codebook`s. joined: the last expert and the last
+    route of a token belong to a shared expert, so tables and blocks of prefill go by the others. Raises ValueError for illegal
+    values.
     """
 
     hidden: int
@@ -130,6 +132,7 @@ class MoeSpec:
     top_k: int
     rates: tuple[int | float, ...]
     codebooks: tuple[Codebook, ...]
+    joined: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (("hidden", 1 << 20), ("intermediate", 1 << 20), ("num_experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
@@ -146,6 +149,11 @@ class MoeSpec:
     def dims(self) -> Dims:
         """The sizes as stored, padded to 128."""
         return Dims(padded_size(self.hidden), padded_size(self.intermediate), self.num_experts, self.top_k)
+
+    @property
+    def routed(self) -> Dims:
+        """`dims` without a joined expert."""
+        return self.dims._replace(num_experts=self.num_experts - self.joined, top_k=self.top_k - self.joined)
 
     @property
     def formats(self) -> tuple[int, ...]:
@@ -358,7 +366,7 @@ def plan_moe(
     policy = default_policy() if policy is None else policy
     if isinstance(device, (str, torch.device)):
         device = device_of(torch.device(device))
-    tuned = () if device is None else _tuned(spec.dims, max(spec.formats), device)
+    tuned = () if device is None else _tuned(spec.routed, max(spec.formats), device)
     if max_tokens < 1:
         raise ValueError(f"plan_moe: max_tokens={max_tokens}: must be positive")
     capacity = max_tokens if policy.prefill_capacity is None else policy.prefill_capacity
@@ -371,11 +379,11 @@ def plan_moe(
         if max_tokens <= policy.max_m:
             decode = _decode_regime(spec.dims, max_tokens, block_m)
         else:
-            prefill = _prefill_regimes(spec.dims, capacity, block_m)
+            prefill = _prefill_regimes(spec.routed, capacity, block_m)
     else:
         decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m, tuned)
         if policy.prefill and max_tokens > policy.max_m:
-            prefill = _prefill_regimes(spec.dims, capacity, policy.prefill_block_m, tuned)
+            prefill = _prefill_regimes(spec.routed, capacity, policy.prefill_block_m, tuned)
     return MoePlan(spec, Schedule(max_tokens, policy.min_m, policy.prefill_chunk, decode, prefill), policy, block_m, device)
 
 

@@ -171,6 +171,7 @@ def test_every_weight_of_a_step_is_counted_once():
     experts = [block.feed_forward.experts for block in list(model.blocks)[1:]]
     held = sum(each.nbytes for (e,) in experts for p in e.projections for each in (p.words, p.suh, p.svh))
     apart = ("embedding", "rope_table", "correction_bias", "norm", "norm_weight", "norm_bias")
+    apart += tuple(f"shared.{m}.{part}" for m in ("gate", "up", "down") for part in ("trellis", "suh", "svh"))  # in the slabs
     held += sum(b.nbytes for name, b in model.named_buffers() if not name.removesuffix(".weight").endswith(apart))
     assert sum(cost.bytes for cost in costs + head) - cache == pytest.approx(held, rel=1e-6)
 

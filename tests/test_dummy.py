@@ -24,7 +24,8 @@ def parameters(model):
     total, apart = 0, ("rope_table", "correction_bias")
     for module in model.modules():
         for experts in getattr(module, "experts", ()):
-            total += 3 * experts.num_experts * experts.hidden_size * experts.intermediate_size
+            routed = experts.num_experts - module.joined  # the shared expert counts as linear layers
+            total += 3 * routed * experts.hidden_size * experts.intermediate_size
         if isinstance(module, Exl3Linear):
             total += module.in_features * module.out_features + (0 if module.bias is None else module.out_features)
         else:

@@ -135,7 +135,7 @@ def test_trunk_and_draft_share_no_scratch(device, triton_backend):
     first, second = sorted((arena.data_ptr(), arena.numel()) for arena in arenas)
     assert first[0] + first[1] <= second[0]
     x = torch.randn(1, model.config.hidden_size, device=device)
-    routes = torch.tensor([[5, 2]], device=device, dtype=torch.int32), torch.tensor([[0.7, 0.3]], device=device)
+    routes = torch.tensor([[5, 2, 8]], device=device, dtype=torch.int32), torch.tensor([[0.7, 0.3, 1.0]], device=device)
     with torch.inference_mode():
         expected = [layer.bound(x, layer.experts[0], *routes) for layer in (trunk, draft)]
         for layer, wanted, other in ((trunk, 0, 1), (draft, 1, 0)):

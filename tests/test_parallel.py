@@ -162,7 +162,11 @@ def test_by_expert_a_rank_has_some_of_the_experts(tmp_path):
     assert [layer.experts[0].num_experts for layer in layers] == [2, 1, 1]
     assert [layer.expert_map.tolist() for layer in layers] == [[0, 1, -1, -1], [-1, -1, 0, -1], [-1, -1, -1, 0]]
     words = torch.cat([layer.experts[0].gate.words for layer in layers])
-    assert torch.equal(words, whole.blocks[1].feed_forward.experts[0].gate.words)
+    whole_words = whole.blocks[1].feed_forward.experts[0].gate.words  # with the shared expert, which no rank has among its own
+    assert whole.blocks[1].feed_forward.joined
+    assert not any(layer.joined for layer in layers)
+    assert torch.equal(words, whole_words[: len(words)])
+    assert len(whole_words) == len(words) // 4 * 5
 
 
 def test_a_rank_claims_only_its_bytes(tmp_path):

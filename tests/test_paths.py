@@ -28,6 +28,7 @@ def test_a_latent_model_on_hopper():
     assert "expert blocks of 8 to 32, 16 to 256, 32 to 512, 64 to 1024, 128 to 2048 tokens" in line
     assert f"MLA decode {tile.heads} heads x {tile.keys} keys, prefill " in line
     assert line.endswith("2048 selected positions above 2048")
+    assert "the shared expert among them up to 32; " in line
 
 
 def test_tuned_tables_are_named(monkeypatch):

@@ -52,6 +52,21 @@ def test_router_beyond_one_segment_and_one_token_block(device, triton_backend):
     assert_routes(router(x[:17], weight, bias, top_k=4), x[:17], weight, bias, top_k=4)
 
 
+@pytest.mark.parametrize("always", [16, -1])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_router_with_a_column_for_a_shared_expert(top_k, always, device, triton_backend):
+    """The other columns stay what they are; the last one has weight 1, whatever the scaling."""
+    x, weight, bias = inputs(5, 200, 16, torch.float32, device)
+    plain = router(x, weight, bias, top_k=top_k, scaling=2.5)
+    weights, ids = router(x, weight, bias, top_k=top_k, scaling=2.5, always=always)
+    assert weights.shape == ids.shape == (5, top_k + 1)
+    assert torch.equal(weights[:, :top_k], plain[0])
+    assert torch.equal(ids[:, :top_k], plain[1])
+    assert (weights[:, top_k] == 1).all()
+    assert (ids[:, top_k] == always).all()
+    assert_routes(plain, x, weight, bias, top_k=top_k, scaling=2.5)
+
+
 def test_router_breaks_ties_by_the_lowest_id(device, triton_backend):
     x = torch.randn(3, 64, device=device)
     weight = torch.zeros(8, 64, device=device)
@@ -97,6 +112,7 @@ def test_router_of_nothing_and_of_strided_rows(device, triton_backend):
         ({"scoring": "tanh"}, "tanh"),
         ({"n_group": 3}, "n_group=3"),
         ({"bias": torch.zeros(31)}, "31"),
+        ({"always": -2}, "always=-2"),
         ({"x": torch.zeros(2, 65)}, "65"),
         ({"x": torch.zeros(2, 64, dtype=torch.int32)}, "int32"),
     ],
@@ -110,8 +126,8 @@ def test_router_refuses(change, message):
 def test_router_opcheck(device):
     x, weight, bias = inputs(3, 64, 8, torch.float32, device)
     with override_backend("auto"):
-        torch.library.opcheck(_router_op, (x, weight, bias, 2, "sigmoid", 2, 1, True, 1.0))
-        torch.library.opcheck(_router_op, (x, weight, None, 2, "softmax", 1, 1, False, 1.0))
+        torch.library.opcheck(_router_op, (x, weight, bias, 2, "sigmoid", 2, 1, True, 1.0, None))
+        torch.library.opcheck(_router_op, (x, weight, None, 2, "softmax", 1, 1, False, 1.0, 8))
 
 
 @pytest.mark.gpu

@@ -153,11 +153,13 @@ def _experts(moe: MoE, rows: int) -> list[Cost]:
     """Router and routed experts; of E experts evenly random routes of `rows` tokens reach E (1 - (1 - k / E) ** rows)."""
     c, experts = moe.config, moe.experts
     if isinstance(experts, PlainExperts):
-        whole, decoded = bytes_of(experts), 0.0
+        whole, decoded = float(bytes_of(experts)), 0.0
     else:
         projections = [projection for part in experts for projection in part.projections]
         whole = sum(each.nbytes for p in projections for each in (p.words, p.suh, p.svh))
         decoded = float(sum(p.num_experts * p.padded_in * p.padded_out for p in projections))
+        routed = c.num_experts / (c.num_experts + moe.joined)  # a shared expert's matrices count as linear layers
+        whole, decoded = whole * routed, decoded * routed
     reached = 1 - (1 - c.experts_per_token / c.num_experts) ** rows
     flops = 6.0 * rows * c.experts_per_token * c.hidden_size * c.moe_intermediate_size
     router = Cost("router", moe.gate.nbytes, 2.0 * rows * c.num_experts * c.hidden_size)

@@ -149,19 +149,25 @@ class DummySource:
             return PlainLinear(embedding[rows.start : rows.stop], None)
         return self.linear("lm_head", hidden_size, vocab_size, outputs=rows)
 
-    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights | PlainExperts:
-        """The routed experts of one layer, all of one rate and codebook."""
-        if self.partition is not None:
-            num_experts, intermediate_size = len(self.partition.experts), len(self.partition.moe)
+    def experts(
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None
+    ) -> ExpertWeights | PlainExperts:
+        """The routed experts of one layer, all of one rate and codebook; `shared` as in `CheckpointSource.experts`."""
+        part = self.partition
+        joins = shared is not None and not self.experts_only
+        if part is not None:
+            joins = joins and part.shared == part.moe and len(part.experts) == num_experts
+            num_experts, intermediate_size = len(part.experts), len(part.moe)
+        num_experts += joins
         wide, narrow = (hidden_size, intermediate_size), (intermediate_size, hidden_size)
         gate, up, down = (self._projection(num_experts, *sizes) for sizes in (wide, wide, narrow))
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=intermediate_size)
 
     def expert_slices(
-        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None
     ) -> tuple[ExpertWeights, ...] | PlainExperts:
         """The same as the only slice."""
-        whole = self.experts(name, num_experts, hidden_size, intermediate_size)
+        whole = self.experts(name, num_experts, hidden_size, intermediate_size, shared)
         return whole if isinstance(whole, PlainExperts) else (whole,)
 
     def _projection(self, num_experts: int, in_features: int, out_features: int) -> ExpertProjection:

@@ -215,10 +215,13 @@ class WeightSource:
             return PlainLinear(embedding if rows is None else embedding[rows.start : rows.stop], None)
         return self.linear("lm_head", hidden_size, vocab_size, outputs=rows)
 
-    def experts(self, name: str, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights | PlainExperts:
+    def experts(
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None
+    ) -> ExpertWeights | PlainExperts:
         """The routed experts `{name}.{e}.{gate,up,down}_proj`, all quantized (rates and codebooks may differ) or all plain.
 
-        Of a rank: its experts, or its part of each one's intermediate width.
+        Of a rank: its experts, or its part of each one's intermediate width. shared: an expert of the same size that comes
+        last, where it is quantized like them and cut like them.
         """
         tensors = self.checkpoint.tensors
         matrices = [f"{name}.{expert}.{projection}" for expert in range(num_experts) for projection in PROJECTIONS]
@@ -244,21 +247,31 @@ class WeightSource:
             each_plain = (self._plain_experts(name, each, num_experts, *sizes[each], mine, cuts[each]) for each in PROJECTIONS)
             return PlainExperts(*each_plain)
         names = {each: [f"{name}.{expert}.{each}" for expert in range(num_experts)] for each in PROJECTIONS}
+        if shared is not None and self._joins(shared, num_experts):
+            names = {each: [*names[each], f"{shared}.{each}"] for each in PROJECTIONS}
+            quantized |= {names[each][-1] for each in PROJECTIONS}
+            mine = range(num_experts + 1)
         gate, up, down = (
             self._exl3_experts(names[each], *sizes[each], quantized, mine=mine, cut=cuts[each]) for each in PROJECTIONS
         )
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=len(width))
 
+    def _joins(self, shared: str, num_experts: int) -> bool:
+        """Whether a shared expert of the routed ones' size can stand among them on this rank."""
+        part, names = self.partition, [f"{shared}.{each}" for each in PROJECTIONS]
+        alike = part is None or (part.shared == part.moe and len(part.experts) == num_experts)
+        return alike and all(self._is_quantized(each) and f"{each}.bias" not in self.checkpoint.tensors for each in names)
+
     def expert_slices(
-        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+        self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None
     ) -> tuple[ExpertWeights, ...] | PlainExperts:
         """The routed experts as slices by intermediate width, whose outputs sum to the layer's: this process's, in rank order.
 
-        Experts that are stored whole are one slice.
+        Experts that are stored whole are one slice, with `shared` in it as `experts` has it.
         """
         sliced = self.rank_sliced
         if sliced is None or int(name.split(".")[1]) not in sliced.layers:
-            whole = self.experts(name, num_experts, hidden_size, intermediate_size)
+            whole = self.experts(name, num_experts, hidden_size, intermediate_size, shared)
             return whole if isinstance(whole, PlainExperts) else (whole,)
         if num_experts != sliced.num_experts:
             found = f"{sliced.num_experts} experts (config.json: {SECTION}.experts_per_layer)"

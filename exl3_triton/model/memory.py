@@ -38,7 +38,7 @@ from .attention import MLA, Indexer
 from .cache import KVCache, pages_for
 from .gqa import GQA
 from .layers import Exl3Linear, GatedMLP, PlainLinear
-from .moe import MoE
+from .moe import RIDING_ROWS, MoE
 from .transformer import Transformer
 
 GIB = 1 << 30
@@ -50,7 +50,9 @@ LIBRARY_BYTES = 128 << 20  # cuBLAS workspaces (32 MiB a stream and handle on Ho
 
 def weight_bytes(model: Transformer) -> int:
     """Bytes of all weights and tables, those of the next-token layer included; also of a model on the meta device."""
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    inside = [module.shared for module in model.modules() if isinstance(module, MoE) and module.joined and module.shared]
+    views = {id(view) for mlp in inside for m in (mlp.gate, mlp.up, mlp.down) for view in (m.trellis, m.suh, m.svh)}
+    buffers = sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in views)
     layers = [module.experts for module in model.modules() if isinstance(module, MoE)]
     slices = [each for layer in layers if isinstance(layer, tuple) for each in layer]
     slabs = [projection for each in slices for projection in each.projections]
@@ -135,8 +137,9 @@ def _feed_forward(module: nn.Module, work: Pass) -> int:
     c, out = module.config, 4 * work.rows * module.config.hidden_size
     segment = SEGMENT_WIDE if module.gate.dtype == torch.float32 else SEGMENT
     parts = -(-c.hidden_size // segment) if work.rows <= SPLIT_TOKENS else 1
-    routes = 4 * work.rows * (parts * c.num_experts + 2 * c.experts_per_token)
-    shared = 0 if module.shared is None else max(_gated_mlp(module.shared, work), 2 * out)
+    routes = 4 * work.rows * (parts * c.num_experts + 2 * (c.experts_per_token + module.joined))
+    rides = module.joined and work.rows <= RIDING_ROWS
+    shared = 0 if module.shared is None or rides else max(_gated_mlp(module.shared, work), 2 * out)
     return routes + out + shared
 
 

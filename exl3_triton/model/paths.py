@@ -8,6 +8,7 @@ from ..ops.gqa import grouped_decode_tile, grouped_prefill_tile
 from ..ops.prefill import prefill_tile
 from ..ops.tuning import Device, device_of, regimes
 from .layers import Exl3Linear, PlainExperts
+from .moe import RIDING_ROWS, MoE
 from .transformer import Transformer
 
 
@@ -28,6 +29,8 @@ def kernel_paths(model: Transformer, device: Device | None = None) -> str:
     if plans:
         blocks = [f"{each.block_m} to {each.rows}" for each in plans[0][0][1].regimes]
         parts.append(f"expert blocks of {', '.join(blocks)} tokens")
+        if any(isinstance(module, MoE) and module.joined for module in model.modules()):
+            parts.append(f"the shared expert among them up to {RIDING_ROWS}")
     if any(isinstance(module, PlainExperts) for module in model.modules()):
         parts.append("unquantized experts one by one")
     return "; ".join([*parts, _attention(model, device)])

@@ -108,18 +108,21 @@ class Transformer(nn.Module):
         stacks = [cast(list[Block], list(self.blocks)), [] if self.mtp is None else [cast(Block, self.mtp.block)]]
         found = []
         for blocks in stacks:
-            groups: dict[tuple[int, int], list[MoE]] = {}
+            groups: dict[tuple[int, int, bool], list[MoE]] = {}
             for block in blocks:
                 layer = block.feed_forward
                 if isinstance(layer, MoE) and not isinstance(layer.experts, PlainExperts):
-                    groups.setdefault((layer.experts[0].hidden_size, layer.experts[0].intermediate_size), []).append(layer)
+                    experts = layer.experts[0]
+                    groups.setdefault((experts.hidden_size, experts.intermediate_size, layer.joined), []).append(layer)
             if groups:
                 found.append([(layers, self._plan(layers, device or self.device)) for layers in groups.values()])
         return found
 
     def _plan(self, layers: list[MoE], device: torch.device) -> MoePlan:
         slices = [experts for layer in layers for experts in cast(tuple[ExpertWeights, ...], layer.experts)]
-        specs = [MoeSpec.of(experts, self.config.experts_per_token) for experts in slices]
+        joined = layers[0].joined
+        specs = [MoeSpec.of(experts, self.config.experts_per_token + joined) for experts in slices]
+        specs[0] = replace(specs[0], joined=joined)
         rates = sorted({rate for spec in specs for rate in spec.rates})
         codebooks = sorted({codebook for spec in specs for codebook in spec.codebooks})
         policy = default_policy()

@@ -7,6 +7,7 @@ segments in one program, so both give the same bits and a token's route does not
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
@@ -64,9 +65,11 @@ def _select_kernel(
     logits, bias, weights, ids, tokens, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, N_GROUP: tl.constexpr, G_PAD: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    NORM: tl.constexpr, ALWAYS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: sum the parts, score, drop the losing groups, pick TOP_K by repeated argmax."""
+    """One token a program: sum the parts, score, drop the losing groups, pick TOP_K by repeated argmax. ALWAYS: the id of
+    one more column, of weight 1, -2 without one.
+    """
     wait_previous(OVERLAP)
     start_next(OVERLAP)
     LOSER: tl.constexpr = -3.0e38  # below every score, above -inf, which marks what is taken already
@@ -116,8 +119,13 @@ def _select_kernel(
         choice = tl.where(lanes == at, float("-inf"), choice)
     if NORM:
         picked = picked / (total + 1e-20)
-    tl.store(weights + token * TOP_K + slots, picked * scaling, mask=slots < TOP_K)
-    tl.store(ids + token * TOP_K + slots, picked_ids, mask=slots < TOP_K)
+    picked = picked * scaling
+    COLUMNS: tl.constexpr = TOP_K + (1 if ALWAYS > -2 else 0)
+    if ALWAYS > -2:
+        picked = tl.where(slots == TOP_K, 1.0, picked)
+        picked_ids = tl.where(slots == TOP_K, ALWAYS, picked_ids)
+    tl.store(weights + token * COLUMNS + slots, picked, mask=slots < COLUMNS)
+    tl.store(ids + token * COLUMNS + slots, picked_ids, mask=slots < COLUMNS)
 
 
 def _launch_router(
@@ -130,11 +138,12 @@ def _launch_router(
     topk_group: int,
     norm: bool,
     scaling: float,
+    always: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, width = x.shape
-    experts = weight.shape[0]
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
+    experts, columns = weight.shape[0], top_k + (always is not None)
+    weights = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
+    ids = torch.empty(tokens, columns, dtype=torch.int32, device=x.device)
     if tokens == 0:
         return weights, ids
     x, weight = launchable(x), launchable(weight)
@@ -154,8 +163,9 @@ def _launch_router(
         )  # fmt: skip
         _select_kernel[(tokens,)](
             logits, weights if bias is None else launchable(bias), weights, ids, tokens, scaling,
-            E=experts, E_PAD=block(experts, 2), PARTS=parts, TOP_K=top_k, K_PAD=block(top_k, 1), SOFTMAX=scoring == "softmax",
-            HAS_BIAS=bias is not None, N_GROUP=n_group, G_PAD=block(n_group, 1), TOPK_GROUP=topk_group, NORM=norm,
+            E=experts, E_PAD=block(experts, 2), PARTS=parts, TOP_K=top_k, K_PAD=block(columns, 1),
+            SOFTMAX=scoring == "softmax", HAS_BIAS=bias is not None, N_GROUP=n_group, G_PAD=block(n_group, 1),
+            TOPK_GROUP=topk_group, NORM=norm, ALWAYS=-2 if always is None else always,
             num_warps=1 if experts <= 256 else 2, **overlap(x.device, tokens),
         )  # fmt: skip
     return weights, ids
@@ -171,18 +181,22 @@ def _router_body(
     topk_group: int,
     norm: bool,
     scaling: float,
+    always: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(x):
-        return _launch_router(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling)
-    return reference.router(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling)
+        return _launch_router(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling, always)
+    weights, ids = reference.router(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling)
+    if always is None:
+        return weights, ids
+    return F.pad(weights, (0, 1), value=1.0), F.pad(ids, (0, 1), value=always)
 
 
 _router_op = torch.library.custom_op("exl3_triton::router", _router_body, mutates_args=())
 
 
 @_router_op.register_fake
-def _(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling):
-    shape = (x.shape[0], top_k)
+def _(x, weight, bias, top_k, scoring, n_group, topk_group, norm, scaling, always=None):
+    shape = (x.shape[0], top_k + (always is not None))
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
 
 
@@ -197,6 +211,7 @@ def router(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    always: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Routing of every token: (weights fp32 [T, top_k], ids int32 [T, top_k]), in descending order of the choice score.
 
@@ -204,7 +219,8 @@ def router(
     scoring "sigmoid" (DeepSeek-V3, GLM): choose by sigmoid(logit) + bias; of n_group groups the topk_group with the largest
     sum of their two best stay. "softmax" (DeepSeek-V2): choose by the softmax, groups by their maximum, losing groups score 0.
     Weights are the scores without bias, divided by their sum + 1e-20 when norm_topk_prob, times scaling. Equal choice scores
-    go to the lowest expert id. Logits are fp32 sums in an order that does not depend on T.
+    go to the lowest expert id. Logits are fp32 sums in an order that does not depend on T. always: None, or the id (-1: none)
+    of one more column of weight 1, [T, top_k + 1], for a shared expert among the others.
     Raises ValueError for shapes, dtypes or options outside of this.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -221,4 +237,7 @@ def router(
     if n_group < 1 or experts % n_group or not 1 <= topk_group <= n_group:
         found = f"n_group={n_group}, topk_group={topk_group} over {experts} experts"
         raise ValueError(f"router: {found}: groups must divide the experts, topk_group <= n_group")
-    return call(_router_op, _router_body, x, weight, bias, top_k, scoring, n_group, topk_group, norm_topk_prob, float(scaling))
+    if always is not None and always < -1:
+        raise ValueError(f"router: always={always}: required None, an expert's id, or -1 for none")
+    options = (top_k, scoring, n_group, topk_group, norm_topk_prob, float(scaling), always)
+    return call(_router_op, _router_body, x, weight, bias, *options)
