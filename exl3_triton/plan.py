@@ -192,13 +192,23 @@ def _tuned(dims: Dims, format_code: int, device: Device) -> tuple[Regime, ...]:
     return tuple(Regime(rows, sequential=0, half=int(rows > DECODE_RANGE), **config) for rows, config in found)
 
 
-def _decode_regime(dims: Dims, rows: int, block_m: int | None, tuned: tuple[Regime, ...] = ()) -> Regime:
+def _decode_regime(
+    dims: Dims, rows: int, block_m: int | None, tuned: tuple[Regime, ...] = (), *, joined: bool = False
+) -> Regime:
+    """joined: the table's splits are for one route less, so they are cut by its share: a wave stays a wave."""
+    hidden, intermediate = dims.hidden // 128, dims.intermediate // 128
     if block_m is None:
         for regime in tuned:
+            if regime.rows == DECODE_RANGE and joined:
+                share = lambda parts: max(1, parts * (dims.top_k - 1) // dims.top_k)
+                wide, down = (
+                    -(-steps // -(-steps // share(parts)))
+                    for steps, parts in ((hidden, regime.split), (intermediate, regime.down_split))
+                )
+                return regime._replace(rows=rows, split=wide, down_split=down)
             if regime.rows == DECODE_RANGE:
                 return regime._replace(rows=rows)
         block_m = _DECODE_BLOCK
-    hidden, intermediate = dims.hidden // 128, dims.intermediate // 128
     wide, down = _split(dims.top_k * 2 * intermediate, hidden), _split(dims.top_k * hidden, intermediate)
     return Regime(rows, block_m, wide, down, sequential=0, half=0)
 
@@ -381,7 +391,7 @@ def plan_moe(
         else:
             prefill = _prefill_regimes(spec.routed, capacity, block_m)
     else:
-        decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m, tuned)
+        decode = _decode_regime(spec.dims, min(policy.max_m, max_tokens), policy.block_m, tuned, joined=spec.joined)
         if policy.prefill and max_tokens > policy.max_m:
             prefill = _prefill_regimes(spec.routed, capacity, policy.prefill_block_m, tuned)
     return MoePlan(spec, Schedule(max_tokens, policy.min_m, policy.prefill_chunk, decode, prefill), policy, block_m, device)

@@ -6,6 +6,7 @@ from moe_data import make_experts
 
 from exl3_triton.format import Codebook
 from exl3_triton.ops.moe import Regime, Schedule, moe
+from exl3_triton.ops.tuning import Device
 from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 
 GLM = MoeSpec(6144, 512, 256, 8, rates=(3,), codebooks=(Codebook.MCG,))  # GLM-5.2, one rank of four
@@ -225,3 +226,17 @@ def test_plan_refuses_other_experts():
             weights[:1].expand(5, -1),
             plan=plan,
         )
+
+
+def test_a_joined_expert_changes_no_choice_but_the_split():
+    """Blocks and tables go by the routed experts; a token's work still is one wave."""
+    device = Device("sm_90", 132, "NVIDIA H200", (9, 0))
+    alone = plan_moe(MoeSpec(6144, 512, 256, 8, (3,), (Codebook.MCG,)), max_tokens=2048, device=device)
+    spec = MoeSpec(6144, 512, 257, 9, (3,), (Codebook.MCG,), joined=True)
+    together = plan_moe(spec, max_tokens=2048, device=device)
+    assert [r.rows for r in together.regimes] == [r.rows for r in alone.regimes]
+    assert [r.block_m for r in together.regimes] == [r.block_m for r in alone.regimes]
+    assert (alone.regimes[0].split, together.regimes[0].split) == (12, 10)
+    assert 9 * 8 * together.regimes[0].split <= 768
+    assert spec.routed == (6144, 512, 256, 8)
+    assert spec.dims == (6144, 512, 257, 9)
