@@ -15,6 +15,7 @@ from exl3_triton import reference
 from exl3_triton.format import Codebook
 from exl3_triton.ops._dispatch import override_backend
 from exl3_triton.ops.moe import _moe_op, _moe_unplanned_op, expert_tensors, moe
+from exl3_triton.ops.tuning import Device
 from exl3_triton.plan import DispatchPolicy, MoeSpec, plan_moe
 
 MCG3 = [(6, Codebook.MCG)]
@@ -80,13 +81,15 @@ def test_moe_with_a_rate_and_codebook_per_expert_and_projection(policy, device, 
     assert_close(bound_moe(experts, 2, 8, policy)(x, experts, ids, weights), exact(x, experts, ids, weights))
 
 
-@pytest.mark.parametrize(("block_m", "tokens"), [(16, 17), (32, 5), (48, 35), (128, 5)])
-def test_moe_in_other_blocks(block_m, tokens, device, triton_backend):
-    """All rows at one expert: a second block, and the second part of a block of 48."""
+@pytest.mark.parametrize("family", ["sm_90", "cuda"])
+@pytest.mark.parametrize(("block_m", "tokens"), [(8, 9), (16, 17), (32, 5), (32, 33), (48, 35), (64, 20), (64, 65), (128, 5)])
+def test_moe_in_other_blocks(block_m, tokens, family, device, triton_backend, monkeypatch):
+    """All rows at one expert: a second block, the second part of a block of 48, and few rows of many; the tiles of both."""
+    monkeypatch.setattr(sys.modules["exl3_triton.ops.moe"], "device_of", lambda _: Device(family, 132))
     experts = make_experts(2, 128, 128, MCG3, device=device)
     x = torch.randn(tokens, 128, device=device)
     ids, weights = torch.ones(tokens, 1, dtype=torch.int32, device=device), torch.rand(tokens, 1, device=device)
-    bound = bound_moe(experts, 1, tokens, DispatchPolicy(max_m=64), block_m)
+    bound = bound_moe(experts, 1, tokens, DispatchPolicy(max_m=65), block_m)
     assert bound.plan.regimes[0].block_m == block_m
     assert_close(bound(x, experts, ids, weights), exact(x, experts, ids, weights))
 

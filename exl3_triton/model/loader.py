@@ -257,9 +257,10 @@ class WeightSource:
         return ExpertWeights(gate, up, down, hidden_size=hidden_size, intermediate_size=len(width))
 
     def _joins(self, shared: str, num_experts: int) -> bool:
-        """Whether a shared expert of the routed ones' size can stand among them on this rank."""
+        """Whether a shared expert of the routed ones' size can stand among them on this rank; experts know no other mode."""
         part, names = self.partition, [f"{shared}.{each}" for each in PROJECTIONS]
         alike = part is None or (part.shared == part.moe and len(part.experts) == num_experts)
+        alike = alike and self.mode == "exact"
         return alike and all(self._is_quantized(each) and f"{each}.bias" not in self.checkpoint.tensors for each in names)
 
     def expert_slices(

@@ -101,6 +101,7 @@ def _multiply(
     tile_words = tile_address(words, k_tile, n_tile, TILES_N, TWICE_BITS)
     k = tl.arange(0, BLOCK_K)
     if PREFETCH:
+        tl.static_assert(TAIL_M == 0, "a block in two parts cannot be loaded ahead")
         raw = load_tiles(tile_words, ROW_WORDS, TWICE_BITS, BLOCK_K // 16, BLOCK_N // 16, VARIANT)
         wait_previous(OVERLAP)
         x = tl.load(x_rows[None, :] + k[:, None])
