@@ -16,8 +16,11 @@ def moved_by_rounding(model, ids: list[int], draws: int = 16) -> float:
     plain, kept, moved = model.logits(tokens)[-1], embedding.clone(), 0.0
     step = torch.finfo(model.dtype).eps / 2
 
-    def noisy(_module, _inputs, output):
-        return output * (1 + step * torch.randn_like(output))
+    def noise(tensor):
+        return tensor * (1 + step * torch.randn_like(tensor))
+
+    def noisy(_module, _inputs, output):  # attention returns its selection of positions as well
+        return (noise(output[0]), *output[1:]) if isinstance(output, tuple) else noise(output)
 
     parts = [part for block in model.blocks for part in (block.attention, block.feed_forward)]
     hooks = [part.register_forward_hook(noisy) for part in parts]
