@@ -402,6 +402,8 @@ def main() -> int:
             check(problem, candidate)
         return 0
     if arguments.state:
+        at = sys.argv.index("--state")
+        del sys.argv[at : at + 2]  # the result names the command that was given
         run(todo, arguments)
         return 0
     again = [sys.executable, *sys.argv]
