@@ -2,8 +2,8 @@
 
 Two forms (`tuning.folds` chooses):
 
-    rotated  x is rotated to fp16, the scratch holds the stored values, exact, and the product
-             is rotated back: kernels that read and write m rows twice.
+    rotated  x is rotated to fp16, the scratch holds the stored values, exact, and the product is rotated back: kernels that
+             read and write m rows twice.
     folded   the scratch holds the matrix in the original basis, diag(suh) P W_rotated P diag(svh), rounded to fp16. Nothing of
              x is rotated; an fp16 product of fp16 x is one call of cuBLAS that writes y. Only where `TrellisWeight.foldable`.
 
@@ -29,9 +29,8 @@ from .tuning import device_of
 SCRATCH_ELEMENTS = 1 << 27  # fp16 weights in scratch at a time: 256 MiB
 _FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
 _FOLD_WARPS = 4
-_FOLD_REGISTERS = (
-    168  # sm_90: three programs a multiprocessor, 99 us for 6144 x 12288 at 3 bits on an H200, 119 without the limit
-)
+# sm_90: three programs a multiprocessor; 99 us for 6144 x 12288 at 3 bits on an H200, 119 without the limit
+_FOLD_REGISTERS = 168
 _WIDE = 1024  # columns that a program of `_scale_rows_kernel` and `_finish_folded_kernel` takes
 
 
@@ -202,9 +201,9 @@ def _finish_folded_kernel(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (BLOCK output features from feature `first` on, row) of products [m, width] in the original basis."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
+    """Program (row, BLOCK output features from feature `first` on) of products [m, width] in the original basis."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
     live = (at < width) & (first + at < OUT)
     result = tl.load(raw + row * width + at, mask=live, other=0.0)
     if SCALED:
@@ -223,7 +222,7 @@ def _wide_product(x: Tensor, w: Tensor) -> Tensor:
 
 @contextmanager
 def _fp32_sums() -> Iterator[None]:
-    """cuBLAS adds the parts of a split product in fp32, whatever the process has allowed."""
+    """cuBLAS adds the parts of a split product in fp32, whatever the process has allowed (a setting of the whole process)."""
     settings = torch.backends.cuda.matmul
     before = settings.allow_fp16_reduced_precision_reduction
     settings.allow_fp16_reduced_precision_reduction = False
@@ -374,7 +373,7 @@ def launch_folded(
                         torch.addmm(bias[start : start + live], x, w, out=end)
                 continue
         raw = _wide_product(x, w)
-        _finish_folded_kernel[(triton.cdiv(live, _WIDE), m)](
+        _finish_folded_kernel[(m, triton.cdiv(live, _WIDE))](
             raw,
             raw if exponents is None else exponents,
             raw if bias is None else bias,
