@@ -420,7 +420,7 @@ def test_moe_rows_of_a_batch_equal_their_own_runs(max_tokens):
 
 @pytest.mark.gpu
 def test_moe_in_a_graph_with_changing_inputs():
-    """Three plans with an arena each, captured below capacity and beyond the decode window, replayed alternately."""
+    """Three plans with an arena each, captured below capacity and beyond the decode window: 1,002 replays, alternately."""
     experts = make_experts(16, 1024, 512, MIXED[:3], device="cuda")
     graphs = []
     for tokens in (3, 32, 300):
@@ -432,7 +432,7 @@ def test_moe_in_a_graph_with_changing_inputs():
         with torch.cuda.graph(graph):
             y = bound(x, experts, ids, weights)
         graphs.append((graph, bound, x, ids, weights, y))
-    for step in range(100):
+    for step in range(334):
         for graph, _, x, ids, weights, _ in graphs:
             x.normal_()
             new_ids, new_weights = make_routes(x.shape[0], 4, 16, "cuda", torch.int64)
