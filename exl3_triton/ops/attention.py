@@ -296,8 +296,8 @@ def _launch_mla_decode(
     part_acc = torch.empty(*parts, latent, dtype=torch.float32, device=device) if plan.most > 1 else lse
     part_max = torch.empty(parts, dtype=torch.float32, device=device)
     part_sum = torch.empty(parts, dtype=torch.float32, device=device)
-    # packed tiles are small: programs that start early share multiprocessors while others idle (fp8, one sequence of 64k tokens:
-    # 98 us with overlap, 67 without, on an H200)
+    # packed tiles are small: programs that start early share multiprocessors while others idle (fp8, one sequence of 64k
+    # tokens: 98 us with overlap, 67 without, on an H200)
     early = overlap(device, tokens) if kv == "bf16" else {"OVERLAP": False}
     widths = {"H": heads, "C": latent, "S": chosen, "BLOCK_N": tile.keys, "LEAST": plan.least, "MOST": plan.most}
     with device_guard(q_latent):
