@@ -84,6 +84,7 @@ def test_program_on_a_checkpoint_and_on_its_config(tmp_path, capsys):
         (["glm-5.2", "--layers", "1", "--bits", "1.5"], "bits: found 1.5 with codebook mcg"),
         (["glm-5.2", "--layers", "1", "--rank-of", "0"], "rank-of: found 0"),
         (["glm-5.2", "--profile"], "--profile: shows kernels and gaps of a GPU"),
+        (["glm-5.2", "--layers", "1", "--expert-parallel"], "--expert-parallel: found one rank"),
         (["glm-5.2", "--append"], "--append: acts on --output"),
     ],
 )
