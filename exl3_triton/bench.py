@@ -4,7 +4,8 @@ A decode step is `Transformer.decode_step`, on a GPU a replay of its CUDA graph:
 caches are full of random rows, everything from the embedding to the logits, no sampling. Prefill is one sequence fed in
 chunks, all of them timed together, and its last token's logits. `limit_fraction` is the sum over the ops of what each takes at
 least (`model.costs`) at the rates of reading a large tensor and of a plain fp16 matrix product (`timing`) and of decoding at
-the card's clock, over the time; `roofline_fraction` leaves decoding out.
+the card's clock, over the time; `roofline_fraction` leaves decoding out. Ranks of a group make the same calls equally often,
+on the same tokens and pages; each has rows of its own, with the limits of its own part.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .model.dummy import dummy_model, first_layers, one_rank
 from .model.layers import Exl3Linear, PlainExperts
 from .model.memory import cache_pages
 from .model.moe import MoE
+from .model.rank_group import RankGroup
 from .model.transformer import Transformer, choose_dtype, load
 from .timing import captured, durations, header
 
@@ -66,15 +68,24 @@ def open_model(
     rank_of: int | None = None,
     experts_only: bool = False,
     check: Callable[[Transformer], object] | None = None,
+    group: RankGroup | None = None,
+    expert_parallel: bool = False,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model to measure, and what identifies it in a row: model, layers, bits, codebook, rank_of.
+    """The model to measure, and what identifies it in a row: model, layers, bits, codebook, rank_of, with a group its ranks.
 
     A checkpoint directory is loaded, unless `dummy`; everything else gets random weights, which bits .. experts_only describe.
-    check: as in `load`. Raises ValueError as `read_config`, `load` and `dummy_model` do, and for those five on real weights.
+    check, group, expert_parallel: as in `load`. Raises ValueError as `read_config`, `load` and `dummy_model` do, for those
+    five on real weights, and for rank_of with a group.
     """
     path = Path(target)
     config = read_config(target)
     name = path.stem if path.suffix == ".json" else path.name
+    together: dict[str, Any] = {"group": group, "expert_parallel": expert_parallel}
+    ranks_of: dict[str, Any] = {} if group is None else {"ranks": group.shard.size, "expert_parallel": expert_parallel}
+    if group is None and expert_parallel:
+        raise ValueError("--expert-parallel: found one rank, required several to divide the experts over")
+    if group is not None and rank_of is not None:
+        raise ValueError("--rank-of: one part without its partners, and these are ranks that run a model together")
     if path.is_dir() and not dummy:
         wrong = {
             "bits": bits,
@@ -86,9 +97,9 @@ def open_model(
         for option, value in wrong.items():
             if value is not None:
                 raise ValueError(f"--{option}: acts on random weights, and {target} is a checkpoint; add --dummy")
-        model = load(path, device=device, dtype=dtype, max_context=max_context, check=check)
+        model = load(path, device=device, dtype=dtype, max_context=max_context, check=check, **together)
         facts = {"model": name, "layers": config.num_layers, **stored_formats(model), "rank_of": 1, "dummy": False}
-        return model, facts
+        return model, facts | ranks_of
     ranks = 1 if rank_of is None else rank_of
     config, whole = one_rank(config if layers is None else first_layers(config, layers), ranks)
     weights: dict[str, Any] = {
@@ -99,9 +110,11 @@ def open_model(
         "experts_only": experts_only,
     }
     if check is not None:
-        check(dummy_model(config, device="meta", **weights))
-    model = dummy_model(config, device=device, **weights)
+        shard = None if group is None else group.shard
+        check(dummy_model(config, device="meta", shard=shard, expert_parallel=expert_parallel, **weights))
+    model = dummy_model(config, device=device, **together, **weights)
     facts = {"model": name, "layers": config.num_layers, **stored_formats(model), "rank_of": ranks, "dummy": True}
+    facts |= ranks_of
     return model, facts | ({"whole": list(whole)} if whole else {}) | ({"experts_only": True} if experts_only else {})
 
 
@@ -186,7 +199,7 @@ class Bench:
         hidden = torch.randn(batch, model.config.hidden_size, device=device, dtype=model.dtype)
         step = self._runner(lambda: model.decode_step(tokens, positions, slots, table, self.cache, bound))
         head = self._runner(lambda: model.compute_logits(hidden))
-        us, head_us = (statistics.median(durations(run, device, repeats=self.repeats)) for run in (step, head))
+        us, head_us = (statistics.median(self._durations(run, self.repeats)) for run in (step, head))
         costs = [*pass_costs(model, self.cache, Work(batch, 1, at, prefill=False)), *head_costs(model, batch)]
         row = self._row("decode_step", batch, context, us, head_us, batch, costs)
         return row | {"graphs": self.captures}, profile_kernels(step) if profile else None
@@ -219,10 +232,23 @@ class Bench:
                 last = model(batch, self.cache)[-1:]
             head()
 
-        times = durations(run, device, repeats=self.repeats, warmup_seconds=0, budget=PASS_SECONDS)
-        head_us = statistics.median(durations(head, device, repeats=5, warmup_seconds=0))
+        times = self._durations(run, self.repeats, warmup_seconds=0, budget=PASS_SECONDS)
+        head_us = statistics.median(self._durations(head, 5, warmup_seconds=0))
         row = self._row("prefill", 1, context, statistics.median(times), head_us, context, costs)
         return row | {"chunk": self.chunk, "passes": len(times)}
+
+    def _durations(
+        self, run: Callable[[], Any], repeats: int, *, warmup_seconds: float = 0.1, budget: float = 30.0
+    ) -> list[float]:
+        """`timing.durations`; of ranks, which have clocks of their own, by numbers of runs that they agree on."""
+        group, device = self.model.group, self.model.device
+        if group is None:
+            return durations(run, device, repeats=repeats, warmup_seconds=warmup_seconds, budget=budget)
+        fixed: dict[str, Any] = {"warmup_seconds": 0, "budget": math.inf}
+        (us,) = durations(run, device, repeats=1, **fixed)
+        if warm := group.least(int(warmup_seconds * 1e6 / us)):
+            durations(run, device, repeats=warm, **fixed)
+        return durations(run, device, repeats=max(1, group.least(min(repeats, int(budget * 1e6 / us)))), **fixed)
 
     def _runner(self, call: Callable[[], Any]) -> Callable[[], Any]:
         if self.captures:
@@ -267,12 +293,14 @@ def run(
     repeats: int = 50,
     chunk: int = 2048,
     profile: bool = False,
+    group: RankGroup | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure a model; yields ("header", ...), and as they come ("row", ...) and, with `profile`, ("profile", ...).
 
     contexts, batches: every pair of them is one row of decoding. prefills: lengths of prompts. profile: of every decode step
-    at batch 1, a GPU only. options: as in `open_model`. Raises ValueError before any work.
+    at batch 1, a GPU only. group: the ranks that measure together. options: as in `open_model`. Raises ValueError before any
+    work.
     """
     sizes = {"context": contexts, "batch": batches, "prefill": prefills, "repeats": [repeats], "chunk": [chunk]}
     for name, values in sizes.items():
@@ -301,13 +329,15 @@ def run(
             chunk=chunk,
         )
 
+    if group is not None:  # tokens, pages and states: of the same model on every rank
+        torch.manual_seed(0)
     limits = header(device)
     yield "header", limits
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
     positions = min(pages_for(longest) * PAGE, limit)
-    model, facts = open_model(target, device=device, max_context=positions, check=check, **options)
+    model, facts = open_model(target, device=device, max_context=positions, check=check, group=group, **options)
     cache = model.new_cache(pages + 1, kv=kv)
     fill_cache(cache, model.config)
     bench = Bench(model, cache, facts | {"kv": kv}, limits, graphs=graphs, repeats=repeats, chunk=chunk)

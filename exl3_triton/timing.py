@@ -20,7 +20,8 @@ def captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads, NCCL's among them, may go on calling CUDA
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     return graph.replay

@@ -92,12 +92,17 @@ def logits_of(directory: pathlib.Path, group) -> None:
 
 
 def run(job: str, path: pathlib.Path, directory: pathlib.Path, timeout: float, device: str) -> None:
-    """One rank of a job: "cli", "logits", or a call of the model, a way to fail, and another call."""
+    """One rank of a job: "cli", "bench", "logits", or a call of the model, a way to fail, and another call."""
     from exl3_triton import RankGroup, cli, load
 
     if job == "cli":
         options = ["--device", device, "--max-tokens", "6", "--rank-timeout", str(timeout)]
         sys.exit(cli.main(["generate", str(path), "--prompt", "-", *options]))
+
+    if job == "bench":
+        sizes = ["--context", "32", "--batch", "1,2", "--prefill", "40", "--chunk", "32", "--repeats", "3"]
+        options = ["--device", device, "--rank-timeout", str(timeout), "--output", str(directory / "rows.json")]
+        sys.exit(cli.main(["bench", str(path), *sizes, *options, *(directory / "options").read_text().split()]))
 
     with RankGroup.from_env(device, timeout=timeout) as group:
         if job == "logits":

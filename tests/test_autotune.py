@@ -250,6 +250,35 @@ def test_measure_goes_on_where_it_was_stopped(card, tmp_path, monkeypatch, capsy
     assert measure(tmp_path, "--again", "--rows", "16") == 0
 
 
+def test_verify_takes_a_percentage_and_finds_what_is_wrong(card, tmp_path, monkeypatch, capsys):
+    assert measure(tmp_path) == 0
+    path = str(tmp_path / "linear" / "Test_Card.json")
+
+    def verify(factor, failed, *options):
+        def measured(problem, rows, configs):
+            (config,) = configs
+            assert config.split == 2
+            us = dict.fromkeys(problem.SAMPLES[rows], factor * 50.0)
+            return ([], {str(config): failed}) if failed and rows == 32 else ([Ranked(config, us)], {})
+
+        monkeypatch.setattr(tune, "measure_entry", measured)
+        code = cli(["verify", "--ops", "linear", "--table", path, *options])
+        return code, capsys.readouterr().out
+
+    capsys.readouterr()
+    assert verify(1.0, "")[0] == 0
+    assert verify(1.09, "")[0] == 0
+    code, out = verify(1.2, "")
+    assert code == 1
+    assert out.count("+20.0 %") == 4
+    assert verify(1.2, "", "--percent", "25")[0] == 0
+    assert verify(1.2, "", "--percent", "15")[0] == 1
+    code, out = verify(1.0, "wrong: relative error 1")
+    assert code == 1
+    assert out.count("relative error 1") == 1
+    assert "32 rows" in out
+
+
 def test_measure_refuses_a_damaged_table_and_a_bad_folder_before_any_work(card, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "_plan", lambda *_: pytest.fail("worked"))
     path = tmp_path / "linear" / "Test_Card.json"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +87,7 @@ def test_program_on_a_checkpoint_and_on_its_config(tmp_path, capsys):
         (["glm-5.2", "--layers", "1", "--bits", "1.5"], "bits: found 1.5 with codebook mcg"),
         (["glm-5.2", "--layers", "1", "--rank-of", "0"], "rank-of: found 0"),
         (["glm-5.2", "--profile"], "--profile: shows kernels and gaps of a GPU"),
+        (["glm-5.2", "--layers", "1", "--expert-parallel"], "--expert-parallel: found one rank"),
         (["glm-5.2", "--append"], "--append: acts on --output"),
     ],
 )
@@ -275,3 +279,20 @@ def test_bench_on_the_gpu(tmp_path, config, graphs):
         assert sum(kernel["us"] for kernel in profile["kernels"]) > 0
         assert any("product_kernel" in kernel["name"] for kernel in profile["kernels"])
         assert 0 <= profile["gap_fraction"] < 1
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+def test_steps_that_speculate_py_times(drafts, monkeypatch):
+    """The geometry of GLM-4.5-Air made small: two layers and the next-token layer, two sequences; replays give the same."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "benchmark"))
+    speculate = importlib.import_module("speculate")
+    sizes = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 128, "intermediate_size": 256}
+    sizes |= {"hidden_size": 256, "vocab_size": 512, "num_heads": 8, "num_kv_heads": 2}
+    config = replace(ModelConfig.preset("glm-4.5-air"), **sizes)
+    monkeypatch.setattr(ModelConfig, "preset", lambda name: config)
+    model = speculate.open_model("glm-4.5-air", 3, 200, layers=2, device="cpu")
+    assert len(model.blocks) == 2
+    with torch.inference_mode():
+        step = speculate.step_of(model, 2, drafts, 100)
+        for _ in range(2):
+            step()

@@ -11,6 +11,7 @@ from exl3_triton.model.cache import Batch
 from exl3_triton.model.config import ModelConfig
 from exl3_triton.model.dummy import DummySource, dummy_model, first_layers, one_rank
 from exl3_triton.model.layers import Exl3Linear, PlainLinear
+from exl3_triton.model.parallel import Shard
 from exl3_triton.reference import dequantize
 
 # billions of parameters as the models' authors publish them, without the next-token layer
@@ -114,7 +115,7 @@ def test_first_layers():
             first_layers(ModelConfig.preset("glm-5.2"), layers)
 
 
-def test_one_rank_cuts_what_can_be_cut():
+def test_one_rank_has_the_first_part():
     glm, whole = one_rank(ModelConfig.preset("glm-5.2"), 4)
     assert (glm.num_heads, glm.intermediate_size, glm.moe_intermediate_size) == (16, 3072, 512)
     assert glm.vocab_size == 303 * 128  # 1210 blocks of the vocabulary on 4 ranks
@@ -122,14 +123,31 @@ def test_one_rank_cuts_what_can_be_cut():
     assert (glm.q_lora_rank, glm.kv_lora_rank, glm.index_num_heads) == (2048, 512, 32)
     air, whole = one_rank(ModelConfig.preset("glm-4.5-air"), 2)
     assert (air.num_heads, air.num_kv_heads) == (48, 4)
-    assert (air.intermediate_size, air.moe_intermediate_size) == (10944, 1408)
-    assert whole == ("intermediate_size", "moe_intermediate_size")
+    assert (air.intermediate_size, air.moe_intermediate_size) == (43 * 128, 6 * 128)  # 86 and 11 blocks on 2 ranks
+    assert whole == ()
+    air, whole = one_rank(ModelConfig.preset("glm-4.5-air"), 16)
+    assert (air.num_heads, air.num_kv_heads, air.moe_intermediate_size) == (96, 8, 1408)
+    assert [each.split(" (")[0] for each in whole] == ["attention, heads", "routed experts", "shared experts"]
     flash, whole = one_rank(ModelConfig.preset("glm-4.7-flash"), 8)
-    assert flash.num_heads == 20
-    assert "num_attention_heads" in whole
+    assert flash.num_heads == 3  # 20 heads on 8 ranks
+    lite, whole = one_rank(ModelConfig.preset("deepseek-v2-lite"), 2)
+    assert lite.moe_intermediate_size == 1408
+    assert whole == ("routed and shared experts (cut to 768 and 1408 features)",)
     assert one_rank(glm, 1) == (glm, ())
     with pytest.raises(ValueError, match="rank-of: found 0"):
         one_rank(glm, 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["glm-5.2", "glm-4.5-air", "deepseek-v3.2"])
+def test_one_rank_is_as_large_as_that_rank(name, ranks):
+    """Every matrix of four layers has the sizes that rank 0 holds; only the embedding is cut with the vocabulary."""
+    config = first_layers(ModelConfig.preset(name), 4)
+    alone = dummy_model(one_rank(config, ranks)[0], device="meta", dtype=torch.float16, max_context=64)
+    rank = dummy_model(config, device="meta", dtype=torch.float16, max_context=64, shard=Shard(0, ranks))
+    sizes = [{name: tuple(each.shape) for name, each in model.named_buffers()} for model in (alone, rank)]
+    assert {name for name in sizes[0] if sizes[0][name] != sizes[1][name]} <= {"embedding"}
+    assert sizes[0].keys() == sizes[1].keys()
 
 
 @pytest.mark.parametrize(("bits", "codebook"), [(1.5, Codebook.MCG), (9, Codebook.MCG), (4.5, Codebook.MUL1)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import random
 import subprocess
 import sys
 
@@ -277,6 +279,62 @@ def test_no_experts_compile_after_warmup():
             bound(x[:rows], experts, ids[:rows], weights[:rows])
     torch.cuda.synchronize()
     assert compiled == []
+
+
+def test_nothing_compiles_or_tunes_in_5000_random_calls(monkeypatch):
+    """A model with indexers that select (prefill and decode), linears of every mode, experts with a plan and without: random
+    rows and types, in random order, after `warmup` of each.
+    """
+    from triton import testing
+    from triton.runtime.autotuner import Autotuner
+
+    def tuned(*args, **kwargs):
+        raise AssertionError("something was tuned")
+
+    monkeypatch.setattr(Autotuner, "run", tuned)
+    monkeypatch.setattr(testing, "do_bench", tuned)
+    draw = random.Random(0)
+    types = (torch.float16, torch.bfloat16, torch.float32)
+    model = exl3_triton.load(DEMO, device="cuda", progress=False, overrides={"index_topk": 64})
+    cache, text = model.new_cache(10), load_file(GOLDEN)["prompt3.input_ids"].cuda()
+    modes = {"exact": Codebook.MCG, "precise": Codebook.MCG, "split": Codebook.THREE_INST, "int8": Codebook.MUL1}
+    layers = nn.ModuleList(Exl3Linear(random_weight(3, codebook, 384, 256, "cuda"), mode) for mode, codebook in modes.items())
+    experts = random_experts(16, 512, 256, 3, Codebook.MCG)
+    plan = plan_moe(MoeSpec.of(experts, 4), max_tokens=2048, device="cuda")
+    bound = plan.bind(plan.new_arena("cuda"))
+    x, narrow = ({t: torch.randn(2048, width, device="cuda", dtype=t) for t in types} for width in (512, 384))
+    ids, weights = torch.rand(2048, 16, device="cuda").topk(4).indices, torch.rand(2048, 4, device="cuda")
+
+    def forward(most):
+        rows = draw.randint(1, min(most, len(text)))
+        batch = Batch.of_sequence(text[:rows], 0, range(1, 8), prefill=draw.random() < 0.5, max_context=320)
+        model.compute_logits(model(batch, cache))
+
+    def linear(most):
+        draw.choice(list(layers))(narrow[draw.choice(types)][: draw.randint(1, most)])
+
+    def mixture(most, run):
+        rows = draw.randint(1, most)
+        run(x[draw.choice(types)][:rows], experts, ids[:rows].to(draw.choice((torch.int32, torch.int64))), weights[:rows])
+
+    for obj, most in ((model, 300), (layers, 2048), ((experts, bound), 2048), ((experts, 4), 2048)):
+        exl3_triton.warmup(obj, most)
+    counts = collections.Counter()
+    with compilations() as compiled, torch.inference_mode():
+        for _ in range(5000):
+            op = draw.choice(("model", "linear", "plan", "moe"))
+            few = draw.random() < 0.5  # the sizes of decoding as often as all others
+            most = draw.choice((1, 8, 32)) if few else 300 if op == "model" else 2048
+            if op == "model":
+                forward(most)
+            elif op == "linear":
+                linear(most)
+            else:
+                mixture(most, bound if op == "plan" else ops.moe)
+            counts[op] += 1
+    torch.cuda.synchronize()
+    assert compiled == []
+    assert min(counts.values()) > 1000
 
 
 def test_two_streams_do_not_share_scratch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import types
 
 import golden
@@ -13,7 +14,7 @@ from fabricate import Fabricated
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 
-from exl3_triton import LLM, SamplingParams, cli, load, ops
+from exl3_triton import LLM, SamplingParams, cli, cli_options, load, ops
 from exl3_triton.format import FormatError
 from exl3_triton.model.checkpoint import Checkpoint
 from exl3_triton.model.config import ModelConfig
@@ -426,7 +427,7 @@ def test_the_program_runs_on_ranks_and_rank_0_alone_reads_and_prints(tmp_path, c
     for directory in (tmp_path, tmp_path / "wrong"):
         (directory / "stdin").write_text("In the beginning")
         (directory / "nothing").write_text("not read by anyone")
-    ranks = Ranks("cli", cli.DEMO, 2, tmp_path)
+    ranks = Ranks("cli", cli_options.DEMO, 2, tmp_path)
     wrong = Ranks("cli", tmp_path / "absent", 2, tmp_path / "wrong")
     assert cli.main(["generate", "--device", "cpu", "--prompt", "In the beginning", "--max-tokens", "6"]) == 0
     expected = capsys.readouterr().out
@@ -438,6 +439,29 @@ def test_the_program_runs_on_ranks_and_rank_0_alone_reads_and_prints(tmp_path, c
     assert found[0][0] == 2
     assert "error: " in found[0][2]
     assert "absent" in found[0][2]
+
+
+@pytest.mark.slow
+def test_bench_runs_on_ranks_and_rank_0_alone_writes(tmp_path):
+    """A checkpoint by width, random weights by expert, and what ranks refuse."""
+    path = fabricated().write(tmp_path / "model")
+    jobs = {"whole": "", "experts": "--dummy --expert-parallel", "part": "--dummy --rank-of 2"}
+    found = {}
+    for name, options in jobs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "options").write_text(options)
+        found[name] = Ranks("bench", path, 2, tmp_path / name).wait()
+    for name in ("whole", "experts"):
+        assert [code for code, _, _ in found[name].values()] == [0, 0], found[name]
+        assert "decode_step" in found[name][0][1]
+        assert found[name][1][1:] == ("", "")
+        rows = json.loads((tmp_path / name / "rows.json").read_text())["rows"]
+        assert [(row["op"], row["batch"], row["ranks"]) for row in rows] == [
+            ("decode_step", 1, 2), ("decode_step", 2, 2), ("prefill", 1, 2),
+        ]  # fmt: skip
+        assert all(row["expert_parallel"] == (name == "experts") and row["tokens_per_s"] > 0 for row in rows)
+    assert found["part"][0][0] == 2
+    assert "--rank-of: one part without its partners" in found["part"][0][2]
 
 
 @pytest.fixture(scope="module")

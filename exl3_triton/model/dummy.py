@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..format import HADAMARD, TWICE_BITS, Codebook, ExpertProjection, ExpertWeights, TrellisWeight, padded_size
+from ..format import TWICE_BITS, Codebook, ExpertProjection, ExpertWeights, TrellisWeight, padded_size
 from ..reference import codebook_values
 from .config import ModelConfig
 from .layers import Exl3Linear, PlainExperts, PlainLinear
@@ -41,37 +41,25 @@ def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def one_rank(config: ModelConfig, ranks: int) -> tuple[ModelConfig, tuple[str, ...]]:
-    """What one of `ranks` tensor-parallel ranks holds, and the names of the sizes that had to stay whole.
+    """What the first of `ranks` tensor-parallel ranks holds, whose part is the largest, and what is whole on every rank.
 
-    Cut are heads, key-value heads, the widths of dense layers and experts (shared ones too), where each part is a multiple of
-    128 channels, the width of a rotation block; and the vocabulary, in blocks of 128, of which this rank has the larger part.
-    Latents, routers, norms, indexers and MLA's cache are on every rank. Raises ValueError for ranks < 1.
+    The cuts are those of `Partition`, which says what they lie on and names what stays whole. A config has one width for
+    routed and shared experts: where the two are cut to different ones, both stay whole here. Raises ValueError for ranks < 1.
     """
     if ranks < 1:
         raise ValueError(f"rank-of: found {ranks}, required an integer >= 1")
-    whole = []
-
-    def part(name: str, size: int, *widths: int) -> int:
-        """`size` / ranks if that leaves whole rotation blocks of size * width channels."""
-        if size % ranks == 0 and all(size // ranks * width % HADAMARD == 0 for width in widths):
-            return size // ranks
-        whole.append(name)
-        return size
-
-    c = config
-    heads, kv_heads = part("num_attention_heads", c.num_heads, c.head_dim, c.v_head_dim), c.num_kv_heads
-    if kv_heads and heads != c.num_heads:
-        kv_heads = part("num_key_value_heads", kv_heads, c.head_dim, c.v_head_dim)
-        heads = c.num_heads if kv_heads == c.num_kv_heads else heads
-    blocks = -(-padded_size(c.vocab_size) // HADAMARD // ranks)
+    mine, width = Partition.of(config, Shard(0, ranks)), config.moe_intermediate_size
+    whole = mine.whole
+    if len(mine.shared) == len(mine.moe) * config.num_shared_experts:
+        width = len(mine.moe)
+    else:
+        whole += (f"routed and shared experts (cut to {len(mine.moe)} and {len(mine.shared)} features)",)
     sizes: dict[str, Any] = {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "intermediate_size": part("intermediate_size", c.intermediate_size, 1),
-        "moe_intermediate_size": part("moe_intermediate_size", c.moe_intermediate_size, 1),
-        "vocab_size": min(c.vocab_size, blocks * HADAMARD),
+        "intermediate_size": len(mine.dense) or config.intermediate_size,
+        "moe_intermediate_size": width,
+        "vocab_size": len(mine.vocab),
     }
-    return (config, ()) if ranks == 1 else (replace(config, **sizes), tuple(whole))
+    return replace(mine.local(config), **sizes), whole
 
 
 class DummySource:

@@ -2,7 +2,7 @@
 
     --model PATH|PRESET   a checkpoint (default: the embedded demo), or a preset's geometry with random 3-bit weights
     --batch 1,8           sequences decoded together            --speculate 1,2,3,5    drafts a step
-    --context N           tokens in the cache of each sequence  --bits K               of a preset's matrices
+    --context N           tokens in the cache of each sequence  --bits K, --layers N   of a preset
 
 Steps are CUDA graph replays, sampling included, greedy. A checkpoint's acceptance is what it reaches on its own text. On
 random weights nothing would be accepted; since a step costs the same whatever is kept, tokens/s are given for every forced
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from collections.abc import Callable
 
 import torch
 from timing import header, microseconds
@@ -22,7 +23,7 @@ import exl3_triton
 from exl3_triton import LLM, SamplingParams
 from exl3_triton.model.cache import Batch, pages_for
 from exl3_triton.model.config import ModelConfig
-from exl3_triton.model.dummy import dummy_model
+from exl3_triton.model.dummy import dummy_model, first_layers
 from exl3_triton.model.sampling import SamplingBatch, sample
 from exl3_triton.model.speculate import Speculator
 from exl3_triton.model.transformer import Transformer
@@ -31,22 +32,24 @@ DEMO = exl3_triton.__path__[0] + "/demo"
 PROMPTS = ["In the beginning", "It is a truth universally acknowledged, that", "And Moses said unto", "She was"]
 
 
-def open_model(name: str, bits: float, max_context: int) -> Transformer:
+def open_model(name: str, bits: float, max_context: int, layers: int | None = None, device: str = "cuda") -> Transformer:
     if pathlib.Path(name).is_dir():
-        return exl3_triton.load(name, device="cuda", mtp=True, max_context=max_context)
-    return dummy_model(ModelConfig.preset(name), device="cuda", max_context=max_context, mtp=True, bits=bits)
+        return exl3_triton.load(name, device=device, mtp=True, max_context=max_context)
+    config = ModelConfig.preset(name)
+    config = config if layers is None else first_layers(config, layers)
+    return dummy_model(config, device=device, max_context=max_context, mtp=True, bits=bits)
 
 
-@torch.inference_mode()
-def step_microseconds(model: Transformer, batch: int, drafts: int, context: int) -> float:
+def step_of(model: Transformer, batch: int, drafts: int, context: int) -> Callable[[], None]:
     """One decode step of `batch` sequences; `drafts` 0 is plain decoding."""
+    device = model.device
     each = pages_for(context + 64)
     limit, vocab = each * 64, model.config.vocab_size
-    sampling = SamplingBatch.from_params([SamplingParams()] * batch, range(batch), "cuda")
-    table = 1 + torch.arange(batch * each, dtype=torch.int32, device="cuda").view(batch, each)
+    sampling = SamplingBatch.from_params([SamplingParams()] * batch, range(batch), device)
+    table = 1 + torch.arange(batch * each, dtype=torch.int32, device=device).view(batch, each)
     cache = model.new_cache(1 + batch * each)
-    tokens = torch.randint(0, vocab, (batch,), device="cuda")
-    positions = torch.full((batch,), context, device="cuda")
+    tokens = torch.randint(0, vocab, (batch,), device=device)
+    positions = torch.full((batch,), context, device=device)
     if drafts:
         sizes = {"num_pages": 1 + batch * each, "num_drafts": drafts, "max_batch": batch, "max_context": limit}
         speculator = Speculator(model, **sizes, vocab_size=vocab)
@@ -57,7 +60,7 @@ def step_microseconds(model: Transformer, batch: int, drafts: int, context: int)
             positions.fill_(context)  # every replay at the same length
             speculator.step(tokens, positions, table, cache)
     else:
-        sequence = torch.arange(batch, dtype=torch.int32, device="cuda")
+        sequence = torch.arange(batch, dtype=torch.int32, device=device)
 
         def step() -> None:
             slots = table[:, context // 64].long() * 64 + context % 64
@@ -65,7 +68,12 @@ def step_microseconds(model: Transformer, batch: int, drafts: int, context: int)
             logits = model.compute_logits(model(flat, cache))
             tokens.copy_(sample(logits, sampling, positions + 1).tokens.clamp(min=0))
 
-    return microseconds([step])
+    return step
+
+
+@torch.inference_mode()
+def step_microseconds(model: Transformer, batch: int, drafts: int, context: int) -> float:
+    return microseconds([step_of(model, batch, drafts, context)])
 
 
 def accepted_length(model: Transformer, name: str, drafts: int) -> float:
@@ -84,10 +92,13 @@ def main() -> int:
     parser.add_argument("--speculate", default="1,2,3,5")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--bits", type=float, default=3)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--out", type=pathlib.Path)
     arguments = parser.parse_args()
-    model = open_model(arguments.model, arguments.bits, arguments.context + 128)
     checkpoint = pathlib.Path(arguments.model).is_dir()
+    if checkpoint and arguments.layers is not None:
+        parser.error("--layers: acts on random weights, and --model is a checkpoint")
+    model = open_model(arguments.model, arguments.bits, arguments.context + 128, arguments.layers)
     rows = []
     for batch in map(int, arguments.batch.split(",")):
         plain = step_microseconds(model, batch, 0, arguments.context)
@@ -98,6 +109,7 @@ def main() -> int:
                 rows.append(
                     {
                         "model": pathlib.Path(arguments.model).name,
+                        "layers": model.config.num_layers,
                         "batch": batch,
                         "drafts": drafts,
                         "forced": not checkpoint,
