@@ -6,7 +6,7 @@ import importlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from exl3_triton.ops.tuning import Device, LinearConfig, regimes, select_linear
+from exl3_triton.ops.tuning import Device, LinearConfig, regimes, select_linear, whole_parts
 from exl3_triton.plan import MoeSpec, plan_moe
 
 from .problems import LinearProblem, MoeProblem, Problem
@@ -92,8 +92,7 @@ def _splits(problem: LinearProblem, block_k: int, warps: int, registers: int | N
     residents = sorted({most, max(1, most - 1), max(1, most // 2)} | ({3, 4} if registers is None else set()), reverse=True)
     found = []
     for programs in residents:
-        parts = max(1, min(programs * processors // blocks, steps))
-        split = -(-steps // -(-steps // parts))
+        split = whole_parts(programs * processors // blocks, steps)
         if split not in found:
             found.append(split)
     return found[:4]
@@ -111,9 +110,8 @@ def linear_space(problem: LinearProblem, rows: int, device: Device) -> list[Line
         if problem.k % block_k == 0:
             ahead = stages > 1 or block_k < 128
             found.append(LinearConfig(block_m, block_k, 1, warps, registers, ahead, programs, stages))
-            steps = problem.k // block_k
-            parts = max(1, min(programs * device.processors // (problem.n // 128), steps))
-            found.append(LinearConfig(block_m, block_k, -(-steps // -(-steps // parts)), warps, registers, ahead, 0, stages))
+            split = whole_parts(programs * device.processors // (problem.n // 128), problem.k // block_k)
+            found.append(LinearConfig(block_m, block_k, split, warps, registers, ahead, 0, stages))
     return list(dict.fromkeys(found))
 
 
@@ -133,10 +131,12 @@ def rule_moe(problem: MoeProblem, rows: int, device: Device) -> MoeConfig:
 def _moe_splits(problem: MoeProblem) -> list[tuple[int, int]]:
     """Parts of k for gate and up and for down: as the rules cut one token's work, none, and twice as fine."""
     steps, down_steps = problem.hidden // 128, problem.intermediate // 128
-    whole = lambda parts, count: -(-count // -(-count // max(1, min(parts, count))))
     blocks = problem.top_k * 2 * (problem.intermediate // 128)
     down_blocks = problem.top_k * (problem.hidden // 128)
-    found = [(whole(programs // blocks, steps), whole(programs // down_blocks, down_steps)) for programs in (768, 384, 1536)]
+    found = [
+        (whole_parts(programs // blocks, steps), whole_parts(programs // down_blocks, down_steps))
+        for programs in (768, 384, 1536)
+    ]
     return list(dict.fromkeys([*found, (1, 1)]))
 
 

@@ -148,7 +148,7 @@ class TrellisWeight:
 
     trellis: int16 [in_padded/16, out_padded/16, 16*K]; suh: fp16 [in_padded]; svh: fp16 [out_padded];
     bias: fp16 [out_padded] or None; in_features, out_features: logical sizes (the stored ones are padded to 128).
-    foldable: `fits_half` of the scales, None (not known, counts as no) unless given; an `Exl3Linear` finds it out.
+    foldable: `fits_half` of the scales; `from_tensors` and `Exl3Linear` find it out, else None, not known, counts as no.
     Raises FormatError on construction when a tensor breaks a rule; the data of suh and svh is checked by `from_tensors` only.
     """
 
@@ -251,7 +251,8 @@ class TrellisWeight:
         check_logical(f"{dot}trellis", "in", padded_in if in_features is None else in_features, padded_in)
         check_logical(f"{dot}trellis", "out", padded_out if out_features is None else out_features, padded_out)
         sizes = (in_features or padded_in, out_features or padded_out)
-        return cls(trellis.contiguous(), scales["suh"], scales["svh"], codebook, bias, *sizes)
+        foldable = fits_half(scales["suh"], scales["svh"])
+        return cls(trellis.contiguous(), scales["suh"], scales["svh"], codebook, bias, *sizes, foldable)
 
 
 def format_code(twice_bits: int, codebook: int) -> int:

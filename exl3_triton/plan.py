@@ -36,7 +36,7 @@ from .ops.moe import (
     expert_tensors,
     run_moe,
 )
-from .ops.tuning import Device, device_of
+from .ops.tuning import Device, device_of, whole_parts
 
 _PREFIX = "EXL3_TRITON_"
 _UNPLANNED_ROWS = 4096  # rows at a time of calls without a plan
@@ -176,8 +176,7 @@ def _split(blocks: int, steps: int) -> int:
     blocks: programs without a split. Depends on the layer's sizes alone: the number of rows must not change the order of a
     row's sums.
     """
-    parts = max(1, min(_WAVE // blocks, steps // 4))
-    return -(-steps // -(-steps // parts))
+    return whole_parts(min(_WAVE // blocks, steps // 4), steps)
 
 
 @functools.cache
@@ -200,10 +199,9 @@ def _decode_regime(
     if block_m is None:
         for regime in tuned:
             if regime.rows == DECODE_RANGE and joined:
-                share = lambda parts: max(1, parts * (dims.top_k - 1) // dims.top_k)
                 wide, down = (
-                    -(-steps // -(-steps // share(parts)))
-                    for steps, parts in ((hidden, regime.split), (intermediate, regime.down_split))
+                    whole_parts(parts * (dims.top_k - 1) // dims.top_k, steps)
+                    for parts, steps in ((regime.split, hidden), (regime.down_split, intermediate))
                 )
                 return regime._replace(rows=rows, split=wide, down_split=down)
             if regime.rows == DECODE_RANGE:

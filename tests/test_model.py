@@ -124,7 +124,8 @@ BF16 = {
 """Family -> most nats of KL(transformers in fp32 || ours in bf16) a position, least share of equal best tokens.
 
 The reference kernels on a CPU in bf16 reach 7e-5, 0.019, 3e-4, 8e-4, 0.018, 3e-5, 0.004, 0.049 and 0.98, 0.92, 0.98, 0.95,
-0.89, 0.97, 0.94, 0.67: the weights are random, so rounding moves experts and, at an index_topk of 8 of 48, index choices.
+0.89, 0.97, 0.94, 0.67: the weights are random, so rounding moves experts and, at an index_topk of 8 of 48, index choices. On
+an H200 glm4_moe reached 0.002, an expert that moved; its bound was 2e-4 before.
 """
 
 

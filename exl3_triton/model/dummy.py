@@ -140,11 +140,11 @@ class DummySource:
     def experts(
         self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None
     ) -> ExpertWeights | PlainExperts:
-        """The routed experts of one layer, all of one rate and codebook; `shared` as in `CheckpointSource.experts`."""
+        """The routed experts of one layer, all of one rate and codebook; `shared` as in `WeightSource.experts`."""
         part = self.partition
         joins = shared is not None and not self.experts_only
         if part is not None:
-            joins = joins and part.shared == part.moe and len(part.experts) == num_experts
+            joins = joins and part.shared_joins(num_experts)
             num_experts, intermediate_size = len(part.experts), len(part.moe)
         num_experts += joins
         wide, narrow = (hidden_size, intermediate_size), (intermediate_size, hidden_size)

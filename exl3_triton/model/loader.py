@@ -25,7 +25,6 @@ from ..format import (
     TrellisWeight,
     check_scales,
     expand_signs,
-    fits_half,
     padded_size,
 )
 from ..ops.modes import check_mode
@@ -196,8 +195,7 @@ class WeightSource:
             check_mode(name, self.mode, [matrix])
             bias = None if matrix.bias is None else place(matrix.bias)
             placed = (place(matrix.trellis), place(matrix.suh), place(matrix.svh))
-            foldable = fits_half(matrix.suh, matrix.svh)
-            weight = TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features, foldable)
+            weight = TrellisWeight(*placed, matrix.codebook, bias, matrix.in_features, matrix.out_features, matrix.foldable)
             return Exl3Linear(weight, self.mode)
         weight_name = f"{name}.weight"
         if weight_name not in self.checkpoint.tensors and self._parts(name).keys() - {"bias"}:
@@ -258,10 +256,13 @@ class WeightSource:
 
     def _joins(self, shared: str, num_experts: int) -> bool:
         """Whether a shared expert of the routed ones' size can stand among them on this rank; experts know no other mode."""
-        part, names = self.partition, [f"{shared}.{each}" for each in PROJECTIONS]
-        alike = part is None or (part.shared == part.moe and len(part.experts) == num_experts)
-        alike = alike and self.mode == "exact"
-        return alike and all(self._is_quantized(each) and f"{each}.bias" not in self.checkpoint.tensors for each in names)
+        names = [f"{shared}.{each}" for each in PROJECTIONS]
+        alike = self.partition is None or self.partition.shared_joins(num_experts)
+        return (
+            alike
+            and self.mode == "exact"
+            and all(self._is_quantized(each) and f"{each}.bias" not in self.checkpoint.tensors for each in names)
+        )
 
     def expert_slices(
         self, name: str, num_experts: int, hidden_size: int, intermediate_size: int, shared: str | None = None

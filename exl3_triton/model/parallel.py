@@ -101,6 +101,10 @@ class Partition:
         """`config` with this rank's heads: what attention and its cache are built from."""
         return replace(config, num_heads=len(self.heads), num_kv_heads=len(self.kv_heads))
 
+    def shared_joins(self, num_experts: int) -> bool:
+        """Whether this rank has all routed experts, and the same part of a shared one of their width as of each of them."""
+        return self.shared == self.moe and len(self.experts) == num_experts
+
     def group_of(self, part: range, count: int) -> str | None:
         """The group over which outputs are to be summed: None where `part` is all of `count` and the output complete."""
         return self.group or UNJOINED if len(part) < count else None

@@ -29,7 +29,7 @@ from .tuning import device_of
 SCRATCH_ELEMENTS = 1 << 27  # fp16 weights in scratch at a time: 256 MiB
 _FINISH_ROWS = 4  # 4096 rows of 6144 x 12288 as a whole: 1044 us with 4 and one warp, 1122 with 8, on an H200
 _FOLD_WARPS = 4
-# sm_90: three programs a multiprocessor; 99 us for 6144 x 12288 at 3 bits on an H200, 119 without the limit
+# sm_90: three programs a multiprocessor; a form of this kernel took 99 us for 6144 x 12288 at 3 bits on an H200, 119 without
 _FOLD_REGISTERS = 168
 _WIDE = 1024  # columns that a program of `_scale_rows_kernel` and `_finish_folded_kernel` takes
 

@@ -123,6 +123,19 @@ def _shift_of_row(x_row, scales, D: tl.constexpr, K: tl.constexpr, GROUPS: tl.co
     return row_shift(tl.max(bound))
 
 
+@triton.jit
+def _rotate_blocks(
+    x_row, scales, xh_row, shift, first, low,
+    D: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, VARIANT: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """GROUPS rotation blocks of a row, from column `first` on."""
+    k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
+    scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
+    rotated = _rotate_scaled(value, scale, shift, GROUPS)
+    _store_rotated(xh_row + k_position(k, VARIANT), rotated, k < K, low, LOW)
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _rotate_input_kernel(
     x,
@@ -147,13 +160,9 @@ def _rotate_input_kernel(
     start_next(OVERLAP)
     x_row = x + row * tl.multiple_of(stride, ALIGN)
     shift = _shift_of_row(x_row, scales, D, K, GROUPS)
-    k = chunk * (GROUPS * 128) + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
-    scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-    rotated = _rotate_scaled(value, scale, shift, GROUPS)
     xh_row = xh + (matrix * tl.num_programs(0) + row) * K
     low = (tl.num_programs(2) * tl.num_programs(0)).to(tl.int64) * K
-    _store_rotated(xh_row + k_position(k, VARIANT), rotated, k < K, low, LOW)
+    _rotate_blocks(x_row, scales, xh_row, shift, chunk * (GROUPS * 128), low, D, K, GROUPS, VARIANT, LOW)
     if chunk == 0:
         tl.store(exponents + matrix * tl.num_programs(0) + row, -shift)
 
@@ -181,11 +190,7 @@ def rotate_row(
     xh_row = xh + row.to(tl.int64) * K
     shift = _shift_of_row(x_row, scales, D, K, GROUPS)
     for first in range(0, K, GROUPS * 128):
-        k = first + tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        value = tl.load(x_row + k, mask=k < D, other=0.0).to(tl.float32)
-        scale = tl.load(scales + k, mask=k < D, other=0.0).to(tl.float32)
-        rotated = _rotate_scaled(value, scale, shift, GROUPS)
-        _store_rotated(xh_row + k_position(k, VARIANT), rotated, k < K, low, LOW)
+        _rotate_blocks(x_row, scales, xh_row, shift, first, low, D, K, GROUPS, VARIANT, LOW)
     tl.store(exponents + row, -shift)
 
 

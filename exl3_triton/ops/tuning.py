@@ -144,11 +144,15 @@ def regimes(family: str, mode: str = "exact") -> tuple[Regime, ...]:
     return {"sm_90": _HOPPER, "hip": _HIP}.get(family, _CUDA)
 
 
+def whole_parts(parts: int, steps: int) -> int:
+    """At most `parts` (at least one) equal parts of `steps`, the last one shorter and none empty."""
+    parts = max(1, min(parts, steps))
+    return -(-steps // -(-steps // parts))
+
+
 def split_of(regime: Regime, k: int, blocks: int, device: Device) -> int:
     """Parts of k: one full wave of resident programs, none of them empty; the same for every number of rows."""
-    steps = k // regime.block_k
-    parts = max(1, min(regime.resident * device.processors // blocks, steps))
-    return -(-steps // -(-steps // parts))
+    return whole_parts(regime.resident * device.processors // blocks, k // regime.block_k)
 
 
 def owner_of(unit: int, units: int, programs: int) -> int:
@@ -207,9 +211,7 @@ def _from_table(regime: Regime, k: int, blocks: int, device: Device, format_code
     config = LinearConfig(**entry.config)
     if config.even or processors == device.processors:
         return config
-    steps = k // config.block_k
-    parts = max(1, min(config.split * device.processors // processors, steps))
-    return config._replace(split=-(-steps // -(-steps // parts)))
+    return config._replace(split=whole_parts(config.split * device.processors // processors, k // config.block_k))
 
 
 @cache
