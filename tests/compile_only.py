@@ -116,6 +116,9 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
         for kv in KV_FORMATS[1:]:
             packed = meta(1000, 64, latent_bytes(kv, latent, width), kind=torch.uint8)
             attention._launch_mla_decode(q_latent, q[..., nope:], packed, *place(tokens), None, 0.1, 131072)
+            if kv == "fp8":
+                tile = attention.DecodeTile(16, 32, 8, 3, words=True)
+                attention._launch_mla_decode(q_latent, q[..., nope:], packed, *place(tokens), None, 0.1, 131072, tile=tile)
             prefill._launch_mla_prefill(q, packed, w_uk, w_uv, *place(tokens), 0.1, 131072)
             written = (meta(tokens, latent + width), meta(latent), 1e-6, positions, positions, table, packed, True)
             kv_cache._launch_mla_kv_write(*written)

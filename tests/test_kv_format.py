@@ -13,7 +13,7 @@ from test_rope import make_table
 from exl3_triton import reference
 from exl3_triton.kv_format import KV_FORMATS, latent_bytes, latent_format, pack_latents, unpack_latents
 from exl3_triton.ops._dispatch import override_backend
-from exl3_triton.ops.attention import _mla_decode_op, mla_decode
+from exl3_triton.ops.attention import DecodeTile, SplitPlan, _launch_mla_decode, _mla_decode_op, mla_decode
 from exl3_triton.ops.kv_cache import _mla_kv_write_op, mla_kv_write
 from exl3_triton.ops.prefill import mla_prefill
 
@@ -158,6 +158,27 @@ def test_decode_from_packed_rows(latent, rope, kv, dtype, device, triton_backend
         if dtype == torch.float32:
             check_decode(got, exact, batch, 0.1)
         else:
+            size = max(context.abs().max() for context in batch.contexts)
+            assert (got[0].double().cpu() - exact[0]).abs().max() <= 6 * rounding(dtype) * size
+            torch.testing.assert_close(got[1].double().cpu(), exact[1], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("most", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("latent", "rope"), [(128, 32), (192, 8), (64, 8), pytest.param(512, 64, marks=pytest.mark.gpu)])
+def test_decode_from_fp8_rows_as_words(latent, rope, dtype, most, device, triton_backend):
+    """The form that reads four latents at a time, in one range and in several."""
+    batch = packed_batch([150, 40], [1, 2], latent, rope, "fp8", device, padding=1)
+    q_latent, q_rope = (torch.randn(4, 5, width, device=device).to(dtype) for width in (latent, rope))
+    selected = torch.tensor([[0, 3, 149], [1, -1, -1], [-1, -1, -1], [5, 6, 7]], dtype=torch.int32, device=device)
+    place = (batch.cache, batch.block_table, batch.sequence, batch.positions)
+    options = {"tile": DecodeTile(16, 16, 4, 2, words=True), "plan": SplitPlan(32, most, min(5, most))}
+    for chosen in (None, selected):
+        got = _launch_mla_decode(q_latent, q_rope, *place, chosen, 0.1, 150, **options)
+        exact = decode_exact(q_latent, q_rope, batch, chosen, 0.1)
+        if dtype == torch.float32:
+            check_decode(got, exact, batch, 0.1)
+        else:  # as above
             size = max(context.abs().max() for context in batch.contexts)
             assert (got[0].double().cpu() - exact[0]).abs().max() <= 6 * rounding(dtype) * size
             torch.testing.assert_close(got[1].double().cpu(), exact[1], rtol=1e-3, atol=1e-2)

@@ -6,7 +6,7 @@ values, values. A token's context is cut into ranges (flash decoding) by its own
 the ranges in ascending order. Prefill, the expanded form, is in `prefill.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .. import reference
 from ._args import block, check_batch, check_float, check_index, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
-from .packed import latent_columns, rope_columns
+from .packed import e4m3_decode, latent_columns, rope_columns
 from .prefill import LOG2E, mla_prefill
 from .tuning import Device, device_of
 
@@ -32,6 +32,7 @@ class DecodeTile(NamedTuple):
     warps: int
     stages: int
     parts: int = 1  # 2: two programs compute the scores of a block of heads, each sums half of the latents' columns
+    words: bool = False  # fp8: rows are read as words of four latents; not timed yet, so no default
 
 
 class SplitPlan(NamedTuple):
@@ -128,6 +129,29 @@ def _rope_keys(
     return k
 
 
+@triton.jit
+def _store_range(
+    acc, running, total, part_acc, part_max, part_sum, out, lse, token, local, head, split, splits, c, mask_c, stored,
+    H: tl.constexpr, C: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """A range's sums: to the partial results, or, where a token has one range only, divided to the output."""
+    if MOST == 1:
+        where = token * H + head
+        empty = total == 0.0
+        value = acc / tl.where(empty, 1.0, total)[:, None]
+        tl.store(out + where[:, None] * C + c[None, :], value.to(out.dtype.element_ty), mask=mask_c)
+        tl.store(
+            lse + where,
+            tl.where(empty, float("-inf"), running * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))),
+            mask=stored,
+        )
+    else:
+        where = (local * H + head) * splits + split
+        tl.store(part_acc + where[:, None] * C + c[None, :], acc, mask=mask_c)
+        tl.store(part_max + where, running, mask=stored)
+        tl.store(part_sum + where, total, mask=stored)
+
+
 @triton.jit(
     do_not_specialize=["first_token", "table_stride", "splits"],
     do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
@@ -205,21 +229,117 @@ def _mla_decode_kernel(
             slot = next_slot
             valid = next_valid
         start_next(OVERLAP)
-        if MOST == 1:
-            where = token * H + head
-            empty = total == 0.0
-            value = acc / tl.where(empty, 1.0, total)[:, None]
-            tl.store(out + where[:, None] * C + c[None, :], value.to(out.dtype.element_ty), mask=mask_c)
-            tl.store(
-                lse + where,
-                tl.where(empty, float("-inf"), running * 0.6931471805599453 + tl.log(tl.where(empty, 1.0, total))),
-                mask=stored,
-            )
-        else:
-            where = (local * H + head) * splits + split
-            tl.store(part_acc + where[:, None] * C + c[None, :], acc, mask=mask_c)
-            tl.store(part_max + where, running, mask=stored)
-            tl.store(part_sum + where, total, mask=stored)
+        _store_range(
+            acc, running, total, part_acc, part_max, part_sum, out, lse, token, local, head, split, splits, c, mask_c, stored,
+            H, C, MOST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _word_values(words, J: tl.constexpr, scale, like, NATIVE: tl.constexpr):
+    """Byte J of words of four e4m3, times their scale, in the dtype of `like`."""
+    return (e4m3_decode(((words >> (8 * J)) & 255).to(tl.uint8), NATIVE) * scale).to(like.dtype)
+
+
+@triton.jit
+def _load_quarter(q_latent, row, head, latent_head, J: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WORDS: tl.constexpr):
+    c = 4 * tl.arange(0, WORDS) + J
+    mask = (head < H)[:, None] & (c < C)[None, :]
+    return tl.load(q_latent + row + head.to(tl.int64)[:, None] * latent_head + c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "table_stride", "splits"],
+    do_not_specialize_on_alignment=["block_table", "sequence", "positions", "selected"],
+)
+def _mla_decode_fp8_kernel(
+    q_latent, q_rope, cache, block_table, sequence, positions, selected, part_acc, part_max, part_sum, out, lse,
+    scale, first_token, latent_token, latent_head, rope_token, rope_head, table_stride, splits,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, NATIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`_mla_decode_kernel` over fp8 rows. They are read as words of four latents and multiplied byte by byte, columns 4 w + j
+    for each j: as operands of the second product bytes of one row would come out of shared memory one at a time.
+    """
+    wait_previous(OVERLAP)
+    local = tl.program_id(0).to(tl.int64)
+    token = local + first_token
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(2)
+    position = tl.load(positions + token)
+    count = (position + 1).to(tl.int32)
+    if S > 0:
+        count = tl.where(position >= 0, S, 0)
+    range_keys, used = _ranges(count, LEAST, MOST, BLOCK_N)
+    if (split < used) | (MOST == 1):
+        WORDS: tl.constexpr = BLOCK_C // 4
+        PER_SCALE: tl.constexpr = 32 if WORDS > 32 else WORDS
+        w = tl.arange(0, WORDS)
+        g = tl.arange(0, WORDS // PER_SCALE)
+        r = tl.arange(0, BLOCK_R)
+        q0 = _load_quarter(q_latent, token * latent_token, head, latent_head, 0, H, C, WORDS)
+        q1 = _load_quarter(q_latent, token * latent_token, head, latent_head, 1, H, C, WORDS)
+        q2 = _load_quarter(q_latent, token * latent_token, head, latent_head, 2, H, C, WORDS)
+        q3 = _load_quarter(q_latent, token * latent_token, head, latent_head, 3, H, C, WORDS)
+        mask_r = (head < H)[:, None] & (r < R)[None, :]
+        qr = tl.load(q_rope + token * rope_token + head.to(tl.int64)[:, None] * rope_head + r[None, :], mask=mask_r, other=0.0)
+        if WIDE:
+            q0, q1, q2, q3, qr = q0.to(tl.float32), q1.to(tl.float32), q2.to(tl.float32), q3.to(tl.float32), qr.to(tl.float32)
+        pages = block_table + tl.load(sequence + token).to(tl.int64) * table_stride
+        running = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        a0 = tl.zeros((BLOCK_H, WORDS), tl.float32)
+        a1 = tl.zeros((BLOCK_H, WORDS), tl.float32)
+        a2 = tl.zeros((BLOCK_H, WORDS), tl.float32)
+        a3 = tl.zeros((BLOCK_H, WORDS), tl.float32)
+        end = tl.minimum((split + 1) * range_keys, count)
+        slot, valid = _slots(split * range_keys, end, position, token, pages, selected, S, BLOCK_N)
+        for first in range(split * range_keys, end, BLOCK_N):
+            next_slot, next_valid = _slots(first + BLOCK_N, end, position, token, pages, selected, S, BLOCK_N)
+            row = cache + slot * WIDTH
+            words = tl.load(
+                row.to(tl.pointer_type(tl.int32), bitcast=True)[:, None] + w[None, :],
+                mask=valid[:, None] & (w < C // 4)[None, :], other=0,
+            )  # fmt: skip
+            by = tl.load(
+                (row + C).to(tl.pointer_type(tl.float32), bitcast=True)[:, None] + g[None, :],
+                mask=valid[:, None] & (g * PER_SCALE < C // 4)[None, :], other=0.0,
+            )  # fmt: skip
+            by = tl.reshape(tl.broadcast_to(by[:, :, None], (BLOCK_N, WORDS // PER_SCALE, PER_SCALE)), (BLOCK_N, WORDS))
+            kr = _rope_keys(cache, slot, valid, qr, C, R, "fp8", WIDTH, BLOCK_R, WIDE, NATIVE)
+            k0 = _word_values(words, 0, by, q0, NATIVE)
+            k1 = _word_values(words, 1, by, q0, NATIVE)
+            k2 = _word_values(words, 2, by, q0, NATIVE)
+            k3 = _word_values(words, 3, by, q0, NATIVE)
+            s = tl.dot(qr, tl.trans(kr), input_precision="ieee")
+            s = tl.dot(q0, tl.trans(k0), s, input_precision="ieee")
+            s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
+            s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
+            s = tl.dot(q3, tl.trans(k3), s, input_precision="ieee")
+            s = tl.where(valid[None, :], s, float("-inf"))
+            peak = tl.maximum(running, tl.max(s, axis=1) * scale)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            p = tl.exp2(tl.fma(s, scale, -base[:, None]))
+            shrink = tl.exp2(running - base)
+            total = total * shrink + tl.sum(p, axis=1)
+            p = p.to(k0.dtype)
+            a0 = tl.dot(p, k0, a0 * shrink[:, None], input_precision="ieee")
+            a1 = tl.dot(p, k1, a1 * shrink[:, None], input_precision="ieee")
+            a2 = tl.dot(p, k2, a2 * shrink[:, None], input_precision="ieee")
+            a3 = tl.dot(p, k3, a3 * shrink[:, None], input_precision="ieee")
+            running = peak
+            slot = next_slot
+            valid = next_valid
+        start_next(OVERLAP)
+        acc = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), (BLOCK_H, BLOCK_C))
+        c = tl.arange(0, BLOCK_C)
+        mask_c = (head < H)[:, None] & (c < C)[None, :]
+        _store_range(
+            acc, running, total, part_acc, part_max, part_sum, out, lse, token, local, head, split, splits, c, mask_c,
+            head < H, H, C, MOST,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "splits"], do_not_specialize_on_alignment=["positions"])
@@ -300,16 +420,20 @@ def _launch_mla_decode(
     # tokens: 98 us with overlap, 67 without, on an H200)
     early = overlap(device, tokens) if kv == "bf16" else {"OVERLAP": False}
     widths = {"H": heads, "C": latent, "S": chosen, "BLOCK_N": tile.keys, "LEAST": plan.least, "MOST": plan.most}
+    if tile.words and kv != "fp8":
+        raise ValueError(f"mla_decode: words=True with kv={kv}: required fp8, whose bytes are latents")
+    latent_scales = () if tile.words else (1.0 if latent_scale is None else latent_scale,)
+    forms = {} if tile.words else {"PARTS": tile.parts, "KV": kv}
     with device_guard(q_latent):
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _mla_decode_kernel[(n, blocks, plan.grid)](
+            kernel: Any = _mla_decode_fp8_kernel if tile.words else _mla_decode_kernel
+            kernel[(n, blocks, plan.grid)](
                 q_latent, q_rope, cache, block_table, sequence, positions, picks,
-                part_acc, part_max, part_sum, out, lse, scale * LOG2E, 1.0 if latent_scale is None else latent_scale,
+                part_acc, part_max, part_sum, out, lse, scale * LOG2E, *latent_scales,
                 t, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), block_table.stride(0),
                 plan.grid, R=q_rope.shape[2], BLOCK_H=tile.heads, BLOCK_C=block(latent), BLOCK_R=block(q_rope.shape[2]),
-                PARTS=tile.parts, WIDE=wide, KV=kv, WIDTH=cache.shape[2],
-                NATIVE=device_of(device).family == "sm_90", **widths,
+                WIDE=wide, WIDTH=cache.shape[2], NATIVE=device_of(device).family == "sm_90", **forms, **widths,
                 num_warps=tile.warps, num_stages=tile.stages, **early,
             )  # fmt: skip
             if plan.most > 1:

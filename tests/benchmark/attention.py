@@ -74,7 +74,7 @@ PROBLEMS = [
     *(Problem("sparse_decode", "glm_moe_dsa", heads, 131072, batch) for heads in (16, 64) for batch in (1, 16)),
     *(Problem("mla_prefill", family, 16, context, 1) for family in WIDTHS for context in (8192, 32768)),
     *(Problem("gqa_prefill", "glm4_moe", 96, context, 1) for context in (8192, 32768)),
-    *(Problem("mla_decode", "glm_moe_dsa", 16, 65536, batch, "fp8") for batch in (1, 16)),
+    *(Problem("mla_decode", "glm_moe_dsa", heads, 65536, batch, "fp8") for heads in (16, 64) for batch in (1, 16)),
     *(Problem("mla_decode", "glm_moe_dsa", 16, 65536, 16, kv) for kv in ("nvfp4", "nvfp4-fp8rope")),
     Problem("gqa_decode", "glm4_moe", 96, 65536, 16, "fp8"),
     Problem("index_scores", "glm_moe_dsa", 32, 131072, 16, "fp8"),
@@ -273,7 +273,10 @@ def candidates(problem: Problem) -> list[Candidate]:
     plans: list[tuple[tuple[int, ...], int]]
     if problem.op == "mla_decode":
         if problem.kv == "fp8":
-            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128), ((16, 32, 8, 3), 128)]
+            plans = [((16, 32, 4, 3), 128), ((16, 64, 8, 3), 128)]
+            plans += [
+                ((*tile, 1, True), m) for tile in ((16, 32, 4, 3), (16, 64, 8, 3), (32, 32, 8, 3)) for m in (64, 128, 256)
+            ]
         elif problem.kv != "bf16":
             plans = [((16, 32, 8, 2), 128), ((16, 32, 4, 2), 128)]
         elif few:
