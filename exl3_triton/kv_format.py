@@ -9,7 +9,9 @@ MLA, a row of C latents and R rope values, per token and layer (sources: the lay
                     the token's latents (amax / (6 * 448)), 0 where the layer has a scale of its own; R e4m3
 
 A latent is e2m1 * e4m3 scale * (s, or the layer's scale where s is 0). Index keys (D e4m3, one fp32 scale: D + 4 bytes a
-token) and the heads of GQA (the same for each head) lie page-blocked: the 64 rows' values first, then their scales.
+token) and the heads of GQA (the same for each head) lie page-blocked: the 64 rows' values first, then their scales. An index
+key is stored multiplied by the Hadamard matrix (128 x 128 over sqrt(128), as in DeepSeek's own fp8 path and in SGLang; other
+D: in blocks of the largest power of two that divides D), which spreads its outliers; the queries are, too.
 """
 
 from __future__ import annotations

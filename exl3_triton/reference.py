@@ -93,19 +93,26 @@ def decode(trellis: Tensor, codebook: Codebook, rounded: bool = True) -> Tensor:
 
 
 @functools.cache
-def hadamard_matrix() -> Tensor:
-    """float64 [128, 128]: H[i, j] = (-1)^popcount(i & j) / sqrt(128); symmetric and its own inverse."""
+def hadamard_matrix(size: int = HADAMARD) -> Tensor:
+    """float64 [size, size], a power of two: H[i, j] = (-1)^popcount(i & j) / sqrt(size); symmetric and its own inverse."""
     h = torch.ones(1, 1, dtype=torch.float64)
-    while h.shape[0] < HADAMARD:
+    while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h / HADAMARD**0.5
+    return h / size**0.5
 
 
-def rotate(x: Tensor) -> Tensor:
-    """The normalised 128-point Hadamard transform of every 128 consecutive elements of the last dimension."""
+def rotate(x: Tensor, size: int = HADAMARD) -> Tensor:
+    """The normalised Hadamard transform of every `size` consecutive elements of the last dimension."""
     x = _wide(x)
-    blocks = rearrange(x, "... (block width) -> ... block width", width=HADAMARD)
-    return rearrange(blocks @ hadamard_matrix().to(x), "... block width -> ... (block width)")
+    blocks = rearrange(x, "... (block width) -> ... block width", width=size)
+    return rearrange(blocks @ hadamard_matrix(size).to(x), "... block width -> ... (block width)")
+
+
+def rotate_index(x: Tensor) -> Tensor:
+    """Index keys and their queries [.., D], as they are where keys are stored in fp8: `rotate` in blocks of the largest power
+    of two that divides D, at most 128.
+    """
+    return rotate(x, min(HADAMARD, x.shape[-1] & -x.shape[-1]))
 
 
 def dense_weight(weight: TrellisWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -320,11 +327,16 @@ def index_k_write(
     cache: Tensor,
     interleaved: bool,
 ) -> None:
-    """k [T, D] -> cache rows `slots`: LayerNorm, then rope on the first R dimensions. Slots below 0 are skipped."""
+    """k [T, D] -> cache rows `slots`: LayerNorm, then rope on the first R dimensions, in fp8 then `rotate_index`. Slots below 0
+    are skipped.
+    """
     k = _wide(k)
     k = F.layer_norm(k, k.shape[-1:], weight.to(k.dtype), bias.to(k.dtype), eps)
     rows = rope(k[:, None], positions, table, interleaved)[:, 0]
-    (_store_heads if cache.dtype == torch.uint8 else _store)(rows, slots, cache)
+    if cache.dtype == torch.uint8:
+        _store_heads(rotate_index(rows), slots, cache)
+    else:
+        _store(rows, slots, cache)
 
 
 def gqa_kv_write(
@@ -486,9 +498,10 @@ def index_select(
     """The lightning indexer: for each token the `topk` positions that its sparse attention may see.
 
     q [T, heads, D], weights [T, heads], cache [pages, 64, D] -> int32 [T, topk], ascending, padded with -1 at the end.
-    score(s) = sum over heads of weight * relu(q . k_s); on ties the lowest position wins.
+    score(s) = sum over heads of weight * relu(q . k_s); on ties the lowest position wins. Keys in fp8 meet queries rotated as
+    they are.
     """
-    q = _wide(q)
+    q = rotate_index(q) if cache.dtype == torch.uint8 else _wide(q)
     out = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     for tokens, keys, mask in _contexts(cache, block_table, sequence, positions, q.dtype):
         heads = einsum(q[tokens], keys, "token head d, key d -> token head key").relu()

@@ -123,6 +123,8 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
             written = (meta(tokens, latent + width), meta(latent), 1e-6, positions, positions, table, packed, True)
             kv_cache._launch_mla_kv_write(*written)
         for index_keys in (meta(1000, 64, 132, kind=torch.uint8), index_cache):
+            key = (meta(tokens, 128), meta(128), meta(128), 1e-6, positions, positions, table)
+            kv_cache._launch_index_k_write(*key, index_keys, True)
             weights = meta(tokens, model["index_heads"], kind=torch.float32)
             for context in (4096, 131072):
                 indexer._launch_index_select(index_q, weights, index_keys, *place(tokens), 2048, context)
@@ -131,9 +133,6 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
         swiglu._launch_swiglu(meta(tokens, 2048), meta(tokens, 2048), None, dtype)
         slots = positions
         kv_cache._launch_mla_kv_write(meta(tokens, latent + width), meta(latent), 1e-6, positions, slots, table, cache, True)
-        kv_cache._launch_index_k_write(
-            meta(tokens, 128), meta(128), meta(128), 1e-6, positions, slots, table, index_cache, True
-        )
 
 
 def compile_case(case: str, architecture: int) -> dict[str, dict]:

@@ -26,12 +26,12 @@ def _stage(x, axis: tl.constexpr, sign):
 
 
 @triton.jit
-def rotate_rows(x, ROWS: tl.constexpr):
-    """x fp32 [ROWS, 128] -> x P, each row rotated."""
+def rotate_rows(x, ROWS: tl.constexpr, BITS: tl.constexpr = 7):
+    """x fp32 [ROWS, 2^BITS] -> x P, each row rotated; P of that size."""
     sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, None, :, None]
-    for b in tl.static_range(7):
-        x = tl.reshape(_stage(tl.reshape(x, (ROWS, 64 // (1 << b), 2, 1 << b)), 2, sign), (ROWS, 128))
-    return x * NORM
+    for b in tl.static_range(BITS):
+        x = tl.reshape(_stage(tl.reshape(x, (ROWS, (1 << BITS) // (2 << b), 2, 1 << b)), 2, sign), (ROWS, 1 << BITS))
+    return x * 0.5 ** (BITS / 2)
 
 
 @triton.jit
@@ -41,6 +41,11 @@ def rotate_columns(x, COLUMNS: tl.constexpr):
     for b in tl.static_range(7):
         x = tl.reshape(_stage(tl.reshape(x, (64 // (1 << b), 2, 1 << b, COLUMNS)), 1, sign), (128, COLUMNS))
     return x * NORM
+
+
+def rotation_bits(width: int) -> int:
+    """log2 of the block in which index keys of `width` are rotated (`kv_format`): the largest that divides it, at most 128."""
+    return min(7, (width & -width).bit_length() - 1)
 
 
 @triton.jit

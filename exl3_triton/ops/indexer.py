@@ -15,11 +15,13 @@ from .. import reference
 from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
+from .hadamard import rotate_rows, rotation_bits
 from .packed import e4m3_decode, head_plane
 from .tuning import device_of
 
 MAX_TOPK = 16384
 SEGMENT = 4096  # scores of a row that one program counts
+REDUCED = tl.constexpr(16.0)  # rotated queries are divided by it: at most sqrt(128) / 16 of the largest, fp16 holds them
 SCORES = 1 << 24  # fp32 scores in scratch: max(1, SCORES // max_context) tokens are scored and selected at a time
 
 
@@ -35,6 +37,36 @@ def score_tile(dtype: torch.dtype) -> ScoreTile:
     return ScoreTile(32, 512, 4, 1) if dtype == torch.float32 else ScoreTile(PAGE, 512, 4, 4)
 
 
+@triton.jit
+def _rotate_queries_kernel(
+    q, out, q_token, q_head,
+    H: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [T, H, D]: queries / REDUCED in blocks of 2^BITS multiplied by the Hadamard matrix, as keys in fp8 are."""
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < H) & (d < D)
+    x = tl.load(q + token * q_token + h * q_head + d, mask=inside, other=0.0).to(tl.float32)
+    rows: tl.constexpr = BLOCK_H * (BLOCK_D >> BITS)
+    x = tl.reshape(rotate_rows(tl.reshape(x / REDUCED, (rows, 1 << BITS)), rows, BITS), (BLOCK_H, BLOCK_D))
+    tl.store(out + (token * H + h) * D + d, x.to(out.dtype.element_ty), mask=inside)
+
+
+def _rotate_queries(q: Tensor) -> Tensor:
+    """Queries [T, H, D] as `_score_kernel` takes them for keys in fp8, contiguous."""
+    tokens, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _rotate_queries_kernel[(tokens, triton.cdiv(heads, 8))](
+        q, out, q.stride(0), q.stride(1),
+        H=heads, D=width, BITS=rotation_bits(width), BLOCK_H=8, BLOCK_D=block(width), num_warps=4,
+        **overlap(q.device, tokens),
+    )  # fmt: skip
+    return out
+
+
 @triton.jit(
     do_not_specialize=["first_token", "table_stride", "width"],
     do_not_specialize_on_alignment=["block_table", "sequence", "positions"],
@@ -46,7 +78,7 @@ def _score_kernel(
     WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
-    position.
+    position. FP8: queries from `_rotate_queries`.
     """
     wait_previous(OVERLAP)
     local = tl.program_id(0).to(tl.int64)
@@ -82,7 +114,7 @@ def _score_kernel(
             products = tl.where(products < 0.0, 0.0, products)  # unlike a maximum this keeps NaN
             score = tl.sum(products * weight[None, :], axis=1)
             if FP8:  # a key's scale is positive: it passes the rectifier
-                score *= tl.load(scales, mask=first + n < end, other=0.0)
+                score *= tl.load(scales, mask=first + n < end, other=0.0) * REDUCED
             tl.store(scores + local * width + first + n, score, mask=first + n < end)
     start_next(OVERLAP)
 
@@ -317,6 +349,8 @@ def _launch_index_select(
     step = min(tokens, max(1, scratch_scores // width))
     scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
     with device_guard(q):
+        if cache.dtype == torch.uint8:
+            q = _rotate_queries(q)
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
             _launch_scores(q, weights, cache, block_table, sequence, positions, t, scores[:n])
@@ -360,10 +394,10 @@ def index_select(
 ) -> Tensor:
     """The positions that each token's sparse attention may see: the `topk` best of 0 .. positions[t] by the indexer's score.
 
-    score(s) = sum over heads of weights[t, h] * relu(q[t, h] . key[s]), in fp32. q: [T, Hi, Di] fp16, bf16 or fp32, rotated;
+    score(s) = sum over heads of weights[t, h] * relu(q[t, h] . key[s]), in fp32. q: [T, Hi, Di] fp16, bf16 or fp32, with rope;
     weights: fp32 [T, Hi], scaled; cache: [pages, 64, Di] (fast where its dtype is that of q), or fp8 as `index_k_write`
-    stores it; block_table, sequence,
-    positions, max_context as in `mla_decode`; topk <= 16384.
+    stores it: then the queries are multiplied by the same Hadamard matrix as its keys, and rounded to their dtype again;
+    block_table, sequence, positions, max_context as in `mla_decode`; topk <= 16384.
 
     Returns int32 [T, topk], ascending, -1 at the end where there are fewer (all -1 for padding, position < 0). Exact and
     deterministic: of equal scores the lowest position wins, NaN counts as -inf, a row does not depend on the others. Scratch:

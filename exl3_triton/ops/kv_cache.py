@@ -10,6 +10,7 @@ from ..kv_format import GROUP_FP8, GROUP_NVFP4, PAGE
 from ._args import as_rows, block, check_float, check_index, check_index_keys, check_latents, check_table, stored_format
 from ._dispatch import call, device_guard, launchable, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
+from .hadamard import rotate_rows, rotation_bits
 from .packed import E4M3_MAX, TINY, e2m1_encode, e4m3_decode, e4m3_encode, head_plane
 from .rope import rope_factors, rope_pair
 
@@ -208,12 +209,20 @@ def mla_kv_write(
     call(_mla_kv_write_op, _mla_kv_write_body, kv, weight, float(eps), *place, interleaved, latent_scale)
 
 
+@triton.jit
+def _layer_norm(source, weight, bias, d, mean, inverse, D: tl.constexpr):
+    x = (tl.load(source + d, mask=d < D, other=0.0).to(tl.float32) - mean) * inverse
+    x = x * tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    return x + tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
 def _index_k_write_kernel(
     k, weight, bias, positions, slots, table, cache, length, slots_end, k_stride, eps,
-    D: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, BITS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """A token's key; in fp8 in blocks of 2^BITS multiplied by the Hadamard matrix, after all else."""
     wait_previous(OVERLAP)
     start_next(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -225,32 +234,22 @@ def _index_k_write_kernel(
         mean = tl.sum(values, axis=0) / D
         centred = tl.where(d < D, values - mean, 0.0)
         inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / D + eps)
-        w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
-        b = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
-        rest = (d >= 2 * HALF) & (d < D)
-        z = centred * inverse * w + b
-        pair = tl.arange(0, BLOCK_PAIRS)
-        inside = pair < HALF
+        pair, other = d // 2, d ^ 1  # a dimension's pair and the other dimension of it
+        if not INTERLEAVED:
+            pair, other = tl.where(d < HALF, d, d - HALF), tl.where(d < HALF, d + HALF, d - HALF)
+        x = _layer_norm(source, weight, bias, d, mean, inverse, D)
+        y = _layer_norm(source, weight, bias, tl.where(d < 2 * HALF, other, d), mean, inverse, D)
         cos, sin = rope_factors(table, tl.load(positions + token), length, pair, HALF)
-        first, second = rope_pair(pair, HALF, INTERLEAVED)
-        x = (tl.load(source + first, mask=inside, other=0.0).to(tl.float32) - mean) * inverse
-        y = (tl.load(source + second, mask=inside, other=0.0).to(tl.float32) - mean) * inverse
-        x = x * tl.load(weight + first, mask=inside, other=0.0).to(tl.float32)
-        y = y * tl.load(weight + second, mask=inside, other=0.0).to(tl.float32)
-        x += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)
-        y += tl.load(bias + second, mask=inside, other=0.0).to(tl.float32)
-        x, y = x * cos - y * sin, y * cos + x * sin
+        x = tl.where(d < 2 * HALF, x * cos + tl.where(d < other, -y, y) * sin, x)
         if FP8:
+            x = tl.reshape(rotate_rows(tl.reshape(x, (BLOCK_D >> BITS, 1 << BITS)), BLOCK_D >> BITS, BITS), (BLOCK_D,))
             target, scales = head_plane(cache, slot, 1, D)
-            turned = tl.max(tl.where(inside, tl.maximum(tl.abs(x), tl.abs(y)), 0.0), axis=0)
-            scale = tl.maximum(tl.maximum(tl.max(tl.where(rest, tl.abs(z), 0.0), axis=0), turned) / E4M3_MAX, TINY)
+            scale = tl.maximum(tl.max(tl.abs(x), axis=0) / E4M3_MAX, TINY)
             tl.store(scales, scale)
-            z, x, y = e4m3_encode(z / scale), e4m3_encode(x / scale), e4m3_encode(y / scale)
+            x = e4m3_encode(x / scale)
         else:
             target = cache + slot * D
-        tl.store(target + d, z.to(cache.dtype.element_ty), mask=rest)
-        tl.store(target + first, x.to(cache.dtype.element_ty), mask=inside)
-        tl.store(target + second, y.to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + d, x.to(cache.dtype.element_ty), mask=d < D)
 
 
 def _launch_index_k_write(
@@ -272,8 +271,8 @@ def _launch_index_k_write(
         _index_k_write_kernel[(k.shape[0],)](
             k, weight, bias, positions.contiguous(), slots.contiguous(), launchable(table), cache,
             table.shape[0], cache.shape[0] * cache.shape[1], k.stride(0), eps,
-            D=width, HALF=half, FP8=cache.dtype == torch.uint8, INTERLEAVED=interleaved,
-            BLOCK_D=block(width), BLOCK_PAIRS=block(half, 1), num_warps=1, **overlap(k.device, k.shape[0]),
+            D=width, HALF=half, FP8=cache.dtype == torch.uint8, BITS=rotation_bits(width), INTERLEAVED=interleaved,
+            BLOCK_D=block(width), num_warps=1, **overlap(k.device, k.shape[0]),
         )  # fmt: skip
 
 
@@ -314,13 +313,13 @@ def index_k_write(
     *,
     interleaved: bool,
 ) -> None:
-    """Stores each token's indexer key: LayerNorm with bias (fp32), then rope on the first R dimensions.
+    """Stores each token's indexer key: LayerNorm with bias (fp32), then rope on the first R dimensions; in fp8 then rotated.
 
     k: [T, Di] fp16, bf16 or fp32; weight, bias: [Di]; positions, slots: int64 [T], negative slots are skipped; table: fp32 [L,
     R], R <= Di; cache: [pages, 64, Di], contiguous, written (rounded once to its dtype), or uint8 [pages, 64, Di + 4], fp8 as
-    in `kv_format`. interleaved as in `rope` (GLM: true, DeepSeek-V3.2: false). Two tokens of one call must not share a slot.
-    On a GPU a slot past the cache is skipped too. Raises
-    ValueError for other shapes, dtypes or devices.
+    in `kv_format`, multiplied by a Hadamard matrix as there. interleaved as in `rope` (GLM: true, DeepSeek-V3.2: false). Two
+    tokens of one call must not share a slot. On a GPU a slot past the cache is skipped too. Raises ValueError for other
+    shapes, dtypes or devices.
     """
     op = "index_k_write"
     check_float(op, k=k, weight=weight, bias=bias)

@@ -208,11 +208,12 @@ def index_scores(problem: Problem, candidate: Candidate, small: bool) -> Work:
 
     def run(cache: Tensor) -> Tensor:
         tile = candidate.get("tile")
-        indexer._launch_scores(q, weights, cache, table, sequence, positions, 0, scores, tile)
+        queries = indexer._rotate_queries(q) if cache.dtype == torch.uint8 else q
+        indexer._launch_scores(queries, weights, cache, table, sequence, positions, 0, scores, tile)
         return scores
 
     def expected() -> Tensor:
-        floats = unpack_heads(first) if first.dtype == torch.uint8 else first
+        floats = reference.rotate_index(unpack_heads(first)) if first.dtype == torch.uint8 else first  # back: its own inverse
         keys = floats[table.long()].flatten(1, 2)[:, : problem.context].float()
         return torch.einsum("bhs,bh->bs", torch.einsum("bhd,bsd->bhs", q.float(), keys).relu(), weights)
 
