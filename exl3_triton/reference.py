@@ -327,8 +327,8 @@ def index_k_write(
     cache: Tensor,
     interleaved: bool,
 ) -> None:
-    """k [T, D] -> cache rows `slots`: LayerNorm, then rope on the first R dimensions, in fp8 then `rotate_index`. Slots below 0
-    are skipped.
+    """k [T, D] -> cache rows `slots`: LayerNorm, then rope on the first R dimensions, in fp8 then `rotate_index`. Slots
+    below 0 are skipped.
     """
     k = _wide(k)
     k = F.layer_norm(k, k.shape[-1:], weight.to(k.dtype), bias.to(k.dtype), eps)
