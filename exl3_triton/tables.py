@@ -31,13 +31,27 @@ Key = tuple[Any, ...]
 KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("k", "n", "codebook", "bits", "rows"),
     "moe": ("num_experts", "hidden", "intermediate", "top_k", "codebook", "bits", "rows"),
+    "attention": ("kind", "heads", "kv_heads", "width", "value", "kv", "rows"),
+    "indexer": ("heads", "width", "kv", "rows"),
 }
-"""What names an entry. k, n, hidden, intermediate: as stored, padded to 128; rows: the most rows that it serves."""
-
-RANGES: dict[str, tuple[int, ...]] = {"linear": (16, 32, 64, 255), "moe": (32, *(1 << i for i in range(6, 13)))}
-"""The most rows of the ranges that share an entry. moe: the decode plan's, whatever its window is, then prefills; the last one
-serves more rows as well.
+"""What names an entry. k, n, hidden, intermediate: as stored, padded to 128; width, value: of a head's query and value as the
+kernel sees them (MLA decoding: latent and rope together, and latent); kv: how the cache is stored, a name of
+`kv_format.KV_FORMATS`; rows: the most rows that it serves.
 """
+
+RANGES: dict[str, tuple[int, ...]] = {
+    "linear": (16, 32, 64, 255),
+    "moe": (32, *(1 << i for i in range(6, 13))),
+    "attention": (64, 8192),
+    "indexer": (8192,),
+}
+"""The most rows of the ranges that share an entry. moe: the decode plan's, whatever its window is, then prefills. The last one
+serves more rows as well, but for linear.
+"""
+
+KINDS = ("mla_decode", "mla_sparse_decode", "mla_prefill", "gqa_decode", "gqa_prefill")
+"""Of attention."""
+KV_FORMATS = ("bf16", "fp8", "nvfp4", "nvfp4-fp8rope")  # those of `kv_format`, which takes a second to import
 
 _POWERS = tuple(1 << i for i in range(4, 9))
 _REGISTERS = range(24, 256)
@@ -50,10 +64,18 @@ _CONFIGS: dict[str, dict[str, tuple[Any, ...] | range]] = {
         "block_m": (8, 16, 32, 48, 64, 128), "split": range(1, 1 << 16), "down_split": range(1, 1 << 16), "block_k": _POWERS,
         "warps": (1, 2, 4, 8, 16), "registers": (0, *_REGISTERS), "small": (0, 8, 16, 32, 64), "prefetch": (0, 1),
     },
+    "attention": {
+        "rows": _POWERS[:4], "keys": _POWERS[:4], "warps": (1, 2, 4, 8, 16), "stages": range(1, 9), "parts": (1, 2),
+        "words": (False, True), "most": range(1025),
+    },
+    "indexer": {
+        "keys": _POWERS[:3], "span": tuple(1 << i for i in range(6, 14)), "warps": (1, 2, 4, 8, 16), "stages": range(1, 9),
+    },
 }  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {"linear": {"even": 0, "stages": 1}, "moe": {}}
+_DEFAULTS: dict[str, dict[str, Any]] = {"linear": {"even": 0, "stages": 1}, "moe": {}, "attention": {}, "indexer": {}}
 """Parameters that an entry may leave out: tables written before they existed hold."""
 
+_NAMES = {"codebook": ("3inst", "mcg", "mul1"), "kind": KINDS, "kv": KV_FORMATS}
 _EVIDENCE = {"measured": ("us", "date", "torch", "triton", "driver"), "predicted": ("us", "predictor", "triton")}
 
 
@@ -102,12 +124,30 @@ def _refuse(path: Path, what: str) -> TableError:
     return TableError(f"table {path}: {what}: delete the file, or write it again with `python -m autotune`")
 
 
+def _check_attention(key: Key, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tile that the kernel of this kind does not take."""
+    kind, kv, rows = key[0], key[-2], key[-1]
+    decode, latent = kind.endswith("decode"), kind in ("mla_decode", "mla_sparse_decode")
+    rules = {
+        f"most={config['most']}": (config["most"] > 0) == decode,
+        f"keys={config['keys']}": config["keys"] <= 64 or kind == "mla_prefill",
+        f"parts={config['parts']}": config["parts"] == 1 or (latent and kv == "bf16"),
+        f"words={config['words']}": not config["words"] or (latent and kv == "fp8"),
+        f"kv={kv}": kv == "bf16" or latent or (kv == "fp8" and kind != "mla_prefill"),
+        f"rows={rows}": decode or rows == RANGES["attention"][-1],
+    }
+    if wrong := [what for what, holds in rules.items() if not holds]:
+        raise ValueError(f"entry {key}: {', '.join(wrong)}: not possible with {kind} of {kv}")
+
+
 def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
     """Raises ValueError, KeyError or TypeError for what is no entry."""
     key = tuple(entry[name] for name in KEYS[op])
-    sizes = [value for name, value in zip(KEYS[op], key) if name not in ("codebook", "bits")]
-    if not all(type(size) is int and size > 0 for size in sizes) or entry["codebook"] not in ("3inst", "mcg", "mul1"):
-        raise ValueError(f"entry {key}: required positive sizes, a codebook of 3inst, mcg, mul1")
+    for name, value in zip(KEYS[op], key):
+        if name in _NAMES and value not in _NAMES[name]:
+            raise ValueError(f"entry {key}: {name}={value!r}: required one of {', '.join(_NAMES[name])}")
+        if name not in _NAMES and name != "bits" and not (type(value) is int and value > 0):
+            raise ValueError(f"entry {key}: {name}={value!r}: required a positive number")
     config, evidence = _DEFAULTS[op] | entry["config"], entry["evidence"]
     allowed = _CONFIGS[op]
     if set(config) != set(allowed):
@@ -127,6 +167,10 @@ def _check_entry(op: str, entry: Any) -> tuple[Key, Entry]:
         raise ValueError(
             f"entry {key}: small={config['small']}, prefetch={config['prefetch']}: not with block_m={config['block_m']}"
         )
+    if op == "attention":
+        _check_attention(key, config)
+    if op == "indexer" and config["span"] % config["keys"]:
+        raise ValueError(f"entry {key}: span={config['span']}: required a multiple of keys={config['keys']}")
     missing = [name for name in _EVIDENCE[evidence["source"]] if name not in evidence]
     if missing or not all(us > 0 for us in evidence["us"].values()):
         raise ValueError(f"entry {key}: evidence lacks {', '.join(missing) or 'positive times'}")

@@ -12,7 +12,8 @@ from rounding import EPS, INTERPRETED, rounding
 
 from exl3_triton.ops import attention, prefill
 from exl3_triton.ops._dispatch import override_backend
-from exl3_triton.ops.attention import DecodeTile, SplitPlan, _launch_mla_decode, _mla_decode_op, mla_decode
+from exl3_triton.ops.attention import _launch_mla_decode, _mla_decode_op, mla_decode
+from exl3_triton.ops.attention_tuning import DecodeTile, SplitPlan, split_plan
 from exl3_triton.ops.head_matmul import _head_matmul_op, head_matmul
 from exl3_triton.ops.indexer import index_select
 from exl3_triton.ops.kv_cache import index_k_write, mla_kv_write
@@ -195,8 +196,8 @@ def test_mla_decode_drift_between_few_and_many_tokens(device, triton_backend):
     batch = paged([300], [65], 40, torch.float16, device)
     q_latent, q_rope = torch.randn(65, 2, 32, device=device).half(), torch.randn(65, 2, 8, device=device).half()
     place = (batch.cache, batch.block_table, batch.sequence, batch.positions)
-    plan = attention.split_plan(64, 1, 300, False)
-    assert plan != attention.split_plan(65, 1, 300, False)
+    plan = split_plan(64, 1, 300, False)
+    assert plan != split_plan(65, 1, 300, False)
     many = _launch_mla_decode(q_latent, q_rope, *place, None, 0.2, 300, plan=SplitPlan(128, 1, 1))
     few = _launch_mla_decode(q_latent[-2:], q_rope[-2:], *place[:2], batch.sequence[-2:], batch.positions[-2:], None, 0.2, 300)
     size = batch.contexts[0].abs().max()

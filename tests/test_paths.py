@@ -9,7 +9,7 @@ from exl3_triton import tables
 from exl3_triton.model.config import ModelConfig
 from exl3_triton.model.dummy import dummy_model
 from exl3_triton.model.paths import kernel_paths
-from exl3_triton.ops.attention import decode_tile
+from exl3_triton.ops.attention_tuning import decode_tile
 from exl3_triton.ops.tuning import Device
 
 
@@ -32,8 +32,7 @@ def test_a_latent_model_on_hopper():
 
 
 def test_tuned_tables_are_named(monkeypatch):
-    counts = {"linear": 3, "moe": 0}
-    monkeypatch.setattr(tables, "entries_for", lambda op, *device: range(counts[op]))
+    monkeypatch.setattr(tables, "entries_for", lambda op, *device: dict.fromkeys(range(3) if op == "linear" else ()))
     model = dummy_model(ModelConfig.preset("glm-4.5-air"), device="meta", dtype=torch.float16, max_context=64)
     line = kernel_paths(model, Device("cuda", 188, "NVIDIA RTX PRO 6000", (12, 0)))
     assert line.startswith("rules of cuda, 3 tuned entries for linear; linear blocks")

@@ -82,7 +82,7 @@ def config(**changes):
         (damage(lambda content: content.pop("processors")), "processors"),
         (damage(lambda content: content["entries"].append(content["entries"][0])), "two entries"),
         (damage(lambda content: content["entries"][0].pop("rows")), "rows"),
-        (damage(lambda content: content["entries"][0].update(k=-6144)), "positive sizes"),
+        (damage(lambda content: content["entries"][0].update(k=-6144)), "k=-6144: required a positive number"),
         (damage(lambda content: content["entries"][0].update(codebook="mgc")), "codebook"),
         (damage(lambda content: content["entries"][0].update(rows=17)), "rows of 16, 32, 64, 255"),
         (config(block_m=24), "block_m=24"),

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kv_format import PAGE
+from ..kv_format import KV_FORMATS, PAGE
 from ..ops import attention, gqa, indexer, prefill
+from ..ops.attention_tuning import select_decode, select_grouped_decode
 from ..ops.decode_once import SCRATCH_ELEMENTS
 from ..ops.router import SEGMENT, SEGMENT_WIDE, SPLIT_TOKENS
 from ..ops.tuning import device_of, programs_and_parts, select_linear
@@ -147,6 +148,11 @@ def _attention(module: nn.Module, work: Pass, size: int) -> int:
     return _mla(module, work, size) if isinstance(module, MLA) else _gqa(module, work, size)  # type: ignore[arg-type]
 
 
+def _dtype(size: int) -> torch.dtype:
+    """One that products are computed in where the model's dtype has `size` bytes."""
+    return torch.float32 if size == 4 else torch.float16
+
+
 def _partial_results(rows: int, one: int, most: int) -> int:
     """Scratch of a launch that takes as many tokens as fit into `most` bytes, each of `one`."""
     return min(rows, max(1, most // one)) * one
@@ -157,8 +163,10 @@ def _gqa(module: GQA, work: Pass, size: int) -> int:
     q, kv, out = rows * c.num_heads * c.head_dim, rows * c.kv_width, rows * c.num_heads * c.v_head_dim
     core = 12 * work.sequences
     if not work.prefill:
-        plan = gqa.grouped_split_plan(rows, c.num_kv_heads, work.context)
-        core += _partial_results(rows, 4 * c.num_heads * plan.grid * (c.v_head_dim + 2), gqa.SCRATCH_BYTES)
+        sizes, on = (c.num_heads, c.num_kv_heads, c.head_dim, c.v_head_dim), (_dtype(size), device_of(work.device))
+        plans = [select_grouped_decode(sizes, *on, kv, rows, work.context)[1] for kv in KV_FORMATS[:2]]
+        grid = max(plan.grid for plan in plans)
+        core += _partial_results(rows, 4 * c.num_heads * grid * (c.v_head_dim + 2), gqa.SCRATCH_BYTES)
     stages = (
         _linears([module.q, module.k, module.v], rows, 4, work.device),
         4 * (q + kv) + 2 * size * q,  # the norm, then the rotation
@@ -184,14 +192,14 @@ def _mla(module: MLA, work: Pass, size: int) -> int:
     if work.prefill and not selects:
         core = _unfolding(c.num_heads, c.head_dim, c.v_head_dim, work, size)
     else:  # queries and sums in the latent space
-        tile = attention.decode_tile(
-            c.num_heads, torch.float32 if size == 4 else torch.float16, device_of(device), sparse=selects
-        )
         keys = c.index_topk if selects else work.context
-        plan = attention.split_plan(rows, -(-c.num_heads // tile.heads) * tile.parts, keys, selects)
-        one = 4 * c.num_heads * plan.grid * (latent + 2)
+        sizes = (c.num_heads, latent, rope, _dtype(size), device_of(device))
+        plans = [select_decode(*sizes, kv, rows, keys, sparse=selects)[1] for kv in KV_FORMATS]
         core = 2 * size * rows * c.num_heads * latent + 4 * rows * c.num_heads
-        core += _partial_results(rows, one, attention.SCRATCH_BYTES) if plan.most > 1 else 0
+        core += max(
+            _partial_results(rows, 4 * c.num_heads * plan.grid * (latent + 2), attention.SCRATCH_BYTES) if plan.most > 1 else 0
+            for plan in plans
+        )
     stages.append(down + q + out + core)
     stages.append(down + q + out + _linears([module.o], rows, 4, device, input_size=size))
     return max(stages)
@@ -225,7 +233,7 @@ def _indexer(module: Indexer, work: Pass, size: int) -> int:
         keys,
         k + q + _linears([module.wq_b], rows, size, work.device, input_size=size),
         k + 2 * q + wide + _linears([module.weights_proj], rows, 4, work.device, input_size=4) + weights,
-        k + q + weights + scores,
+        k + 2 * q + weights + scores,  # keys in fp8: the queries rotated, too
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from .. import tables
-from ..ops.attention import decode_tile
-from ..ops.gqa import grouped_decode_tile, grouped_prefill_tile
-from ..ops.prefill import prefill_tile
+from ..ops.attention_tuning import select_decode, select_grouped_decode, select_grouped_prefill, select_prefill
 from ..ops.tuning import Device, device_of, regimes
 from .layers import Exl3Linear, PlainExperts
 from .moe import RIDING_ROWS, MoE
@@ -39,10 +37,13 @@ def kernel_paths(model: Transformer, device: Device | None = None) -> str:
 def _attention(model: Transformer, device: Device) -> str:
     c, dtype = model.config, model.dtype
     if c.kv_lora_rank:
-        decode = decode_tile(c.num_heads, dtype, device)
-        prefill = prefill_tile(dtype, c.head_dim + c.v_head_dim, device)
+        widths, keys = (c.kv_lora_rank, c.qk_rope_head_dim), model.max_context
+        decode, _ = select_decode(c.num_heads, *widths, dtype, device, "bf16", 1, keys, sparse=False)
+        prefill = select_prefill(c.num_heads, c.head_dim, c.v_head_dim, dtype, device)
         selected = f", {c.index_topk} selected positions above {c.index_topk}" if c.indexer_kinds else ""
         tiles = f"{decode.heads} heads x {decode.keys} keys, prefill {prefill.queries} queries x {prefill.keys} keys"
         return f"MLA decode {tiles}{selected}"
-    decoding, feeding = grouped_decode_tile(dtype, c.head_dim), grouped_prefill_tile(dtype, c.head_dim, device)
+    sizes = (c.num_heads, c.num_kv_heads, c.head_dim, c.v_head_dim)
+    decoding, _ = select_grouped_decode(sizes, dtype, device, "bf16", 1, model.max_context)
+    feeding = select_grouped_prefill(sizes, dtype, device, "bf16")
     return f"GQA decode {decoding.rows} heads x {decoding.keys} keys, prefill {feeding.rows} queries x {feeding.keys} keys"

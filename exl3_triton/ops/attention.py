@@ -6,7 +6,7 @@ values, values. A token's context is cut into ranges (flash decoding) by its own
 the ranges in ascending order. Prefill, the expanded form, is in `prefill.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,65 +15,15 @@ from .. import reference
 from ._args import block, check_batch, check_float, check_index, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
+from .attention_tuning import DecodeTile, SplitPlan, select_decode
 from .packed import e4m3_decode, latent_columns, rope_columns
 from .prefill import LOG2E, mla_prefill
-from .tuning import Device, device_of
+from .tuning import device_of
 
 __all__ = ["mla_decode", "mla_prefill"]
 
-DECODE_ROWS = 64  # up to this many tokens a call splits contexts for parallelism; above, the tokens fill the device
 SCRATCH_BYTES = 256 << 20  # partial results: a launch takes as many tokens as fit
 _COMBINE_ROWS, _COMBINE_COLUMNS = 64, 32  # ranges and columns that the combine kernel adds at a time
-
-
-class DecodeTile(NamedTuple):
-    heads: int
-    keys: int  # <= 64: a dense tile lies in one page
-    warps: int
-    stages: int
-    parts: int = 1  # 2: two programs compute the scores of a block of heads, each sums half of the latents' columns
-    words: bool = False  # fp8: rows are read as words of four latents; not timed yet, so no default
-
-
-class SplitPlan(NamedTuple):
-    """A context of n keys is cut into min(ceil(n / least), most) ranges, rounded to whole key tiles."""
-
-    least: int
-    most: int
-    grid: int  # ranges that the longest possible context needs
-
-
-def decode_tile(heads: int, dtype: torch.dtype, device: Device, kv: str = "bf16", *, sparse: bool = False) -> DecodeTile:
-    """At C = 512, R = 64: within 227 KiB of shared memory on sm_90, 99 KiB on other NVIDIA GPUs, 64 KiB on AMD.
-
-    On an H200, dense contexts of 64k tokens, one sequence: 16 heads 31.5 us (32 keys and 4 warps 44.3), 64 heads 55.9 (a
-    program for all columns with 8 warps 64.0; 16 sequences 791 and 898).
-    """
-    if dtype == torch.float32:
-        return DecodeTile(16, 16, 4, 1)
-    if device.family == "hip":
-        return DecodeTile(16, 32, 4, 2) if kv == "bf16" else DecodeTile(16, 16, 4, 1)
-    if kv.startswith("nvfp4"):  # more heads: Triton 3.6 does not compile the unpacking for Hopper's matrix instructions
-        return DecodeTile(16, 32, 8, 2)
-    if kv == "fp8":
-        if device.family == "sm_90":
-            return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
-        return DecodeTile(16, 32, 8, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
-    if device.family == "sm_90" and sparse:
-        return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(64, 32, 8, 3)
-    if device.family == "sm_90":
-        return DecodeTile(16, 64, 8, 3) if heads <= 16 else DecodeTile(64, 32, 4, 3, parts=2)
-    return DecodeTile(16, 32, 4, 3) if heads <= 16 else DecodeTile(32, 16, 8, 3)
-
-
-def split_plan(tokens: int, head_blocks: int, keys: int, sparse: bool) -> SplitPlan:
-    """head_blocks: programs a range. keys: the longest possible context, or the number of selected positions."""
-    least = 64 if sparse else 128
-    if tokens <= DECODE_ROWS:
-        most = max(8, 128 // head_blocks)
-    else:
-        most = 1 if sparse else max(1, 16 // head_blocks)
-    return SplitPlan(least, most, min(-(-max(keys, 1) // least), most))
 
 
 @triton.jit
@@ -407,9 +357,13 @@ def _launch_mla_decode(
     kv = stored_format(cache, latent, q_rope.shape[2])
     rows = q_latent.dtype if cache.dtype == torch.uint8 else cache.dtype
     wide = not (q_latent.dtype == q_rope.dtype == rows) or rows == torch.float32
-    tile = tile or decode_tile(heads, torch.float32 if wide else rows, device_of(device), kv, sparse=chosen > 0)
+    if tile is None or plan is None:
+        work = torch.float32 if wide else rows
+        default = select_decode(
+            heads, latent, q_rope.shape[2], work, device_of(device), kv, tokens, chosen or max_context, sparse=chosen > 0
+        )
+        tile, plan = tile or default[0], plan or default[1]
     blocks = -(-heads // tile.heads) * tile.parts
-    plan = plan or split_plan(tokens, blocks, chosen or max_context, chosen > 0)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
     step = tokens if plan.most == 1 else min(tokens, max(1, SCRATCH_BYTES // (heads * plan.grid * (latent + 2) * 4)))
     parts = (step, heads, plan.grid) if plan.most > 1 else (1,)

@@ -5,8 +5,6 @@ them, and cuts contexts into ranges exactly as `mla_decode` does. Prefill takes 
 whole context, causally. Either way a token's bits depend on its own context alone.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,44 +12,15 @@ from .. import reference
 from ._args import FLOATS, PAGE, block, check_batch, check_float, check_index, check_table, unit_last, unit_rows
 from ._dispatch import call, device_guard, launchable, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
-from .attention import _COMBINE_COLUMNS, _COMBINE_ROWS, DECODE_ROWS, SplitPlan, _combine_kernel, _ranges
+from .attention import _COMBINE_COLUMNS, _COMBINE_ROWS, _combine_kernel, _ranges
+from .attention_tuning import GroupedTile, SplitPlan, select_grouped_decode, select_grouped_prefill
 from .packed import E4M3_MAX, TINY, e4m3_decode, e4m3_encode, head_plane
 from .prefill import LOG2E, _bounds_kernel
 from .rope import rope_factors, rope_pair
-from .tuning import Device, device_of
+from .tuning import device_of
 
 SCRATCH_BYTES = 64 << 20  # partial results of decoding: a launch takes as many tokens as fit
 _MAX_GRID = 65535  # sequences a prefill launch: the third axis of a CUDA grid
-
-
-class GroupedTile(NamedTuple):
-    rows: int  # decoding: query heads of one key-value head; prefill: tokens
-    keys: int  # <= 64: a tile lies in one page
-    warps: int
-    stages: int
-
-
-def grouped_decode_tile(dtype: torch.dtype, width: int) -> GroupedTile:
-    """Fits 99 KiB of shared memory at widths of 256."""
-    if dtype == torch.float32:
-        return GroupedTile(16, 16, 4, 1)
-    return GroupedTile(16, 64, 4, 3 if width <= 128 else 2)
-
-
-def grouped_prefill_tile(dtype: torch.dtype, width: int, device: Device, fp8: bool = False) -> GroupedTile:
-    """At widths of 256: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
-    if dtype == torch.float32:
-        return GroupedTile(16, 16, 4, 1)
-    if device.family == "sm_90":
-        return GroupedTile(128, 64, 8, 3 if width <= 128 else 2)
-    return GroupedTile(128, 64, 8, 2) if width <= 128 and not fp8 else GroupedTile(64, 32, 4, 2)
-
-
-def grouped_split_plan(tokens: int, kv_heads: int, context: int) -> SplitPlan:
-    """How contexts are cut, `context` being the longest: enough programs for a large GPU with one token and with many."""
-    least = 128
-    most = max(8, min(128, 256 // kv_heads)) if tokens <= DECODE_ROWS else max(1, 32 // kv_heads)
-    return SplitPlan(least, most, min(-(-max(context, 1) // least), most))
 
 
 @triton.jit(do_not_specialize=["length", "slots_end"], do_not_specialize_on_alignment=["positions", "slots"])
@@ -435,8 +404,10 @@ def _launch_gqa_decode(
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
     fp8 = k_cache.dtype == torch.uint8
     wide = q.dtype == torch.float32 or not (fp8 or q.dtype == k_cache.dtype == v_cache.dtype)
-    tile = tile or grouped_decode_tile(torch.float32 if wide else q.dtype, max(width, value))
-    plan = plan or grouped_split_plan(tokens, kv_heads, max_context)
+    sizes, kv, work = (heads, kv_heads, width, value), "fp8" if fp8 else "bf16", torch.float32 if wide else q.dtype
+    if tile is None or plan is None:
+        default = select_grouped_decode(sizes, work, device_of(q.device), kv, tokens, max_context)
+        tile, plan = tile or default[0], plan or default[1]
     head_blocks = kv_heads * -(-(heads // kv_heads) // tile.rows)
     # tokens a launch: their partial results stay within the scratch; without ranges there are none
     step = tokens if plan.most == 1 else min(tokens, max(1, SCRATCH_BYTES // (heads * plan.grid * (value + 2) * 4)))
@@ -486,7 +457,8 @@ def _launch_gqa_prefill(
     q, block_table, sequence, positions = unit_rows(q), unit_last(block_table), sequence.contiguous(), positions.contiguous()
     fp8 = k_cache.dtype == torch.uint8
     wide = q.dtype == torch.float32 or not (fp8 or q.dtype == k_cache.dtype == v_cache.dtype)
-    tile = tile or grouped_prefill_tile(torch.float32 if wide else q.dtype, max(width, value), device_of(q.device), fp8)
+    sizes, kv, work = (heads, kv_heads, width, value), "fp8" if fp8 else "bf16", torch.float32 if wide else q.dtype
+    tile = tile or select_grouped_prefill(sizes, work, device_of(q.device), kv)
     bounds = torch.zeros(sequences, 3, dtype=torch.int32, device=q.device)
     with device_guard(q):
         _bounds_kernel[(triton.cdiv(tokens, 256),)](sequence, positions, bounds, tokens, BLOCK=256, num_warps=4)

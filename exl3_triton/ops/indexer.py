@@ -6,8 +6,6 @@ writes the survivors in ascending order of position; ties at the k-th go to the 
 launch: its program keeps the scores.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from .. import reference
 from ._args import PAGE, block, check_batch, check_float, check_index_keys, unit_last, unit_rows
 from ._dispatch import call, device_guard, overlap, use_triton
 from ._triton import start_next, tl, triton, wait_previous
+from .attention_tuning import ScoreTile, select_scores
 from .hadamard import rotate_rows, rotation_bits
 from .packed import e4m3_decode, head_plane
 from .tuning import device_of
@@ -23,18 +22,6 @@ MAX_TOPK = 16384
 SEGMENT = 4096  # scores of a row that one program counts
 REDUCED = tl.constexpr(16.0)  # rotated queries are divided by it: at most sqrt(128) / 16 of the largest, fp16 holds them
 SCORES = 1 << 24  # fp32 scores in scratch: max(1, SCORES // max_context) tokens are scored and selected at a time
-
-
-class ScoreTile(NamedTuple):
-    keys: int  # <= 64: a tile lies in one page
-    span: int  # keys that one program scores, a multiple of `keys`
-    warps: int
-    stages: int
-
-
-def score_tile(dtype: torch.dtype) -> ScoreTile:
-    """Fits 99 KiB of shared memory at 64 heads of 128."""
-    return ScoreTile(32, 512, 4, 1) if dtype == torch.float32 else ScoreTile(PAGE, 512, 4, 4)
 
 
 @triton.jit
@@ -315,7 +302,7 @@ def _launch_scores(
     rows, width = scores.shape
     fp8 = cache.dtype == torch.uint8
     wide = q.dtype == torch.float32 or not (fp8 or q.dtype == cache.dtype)
-    tile = tile or score_tile(torch.float32 if wide else q.dtype)
+    tile = tile or select_scores(heads, dim, torch.float32 if wide else q.dtype, device_of(q.device), "fp8" if fp8 else "bf16")
     _score_kernel[(rows, triton.cdiv(width, tile.span))](
         q, weights, cache, block_table, sequence, positions, scores,
         first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,

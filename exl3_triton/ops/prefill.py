@@ -7,7 +7,6 @@ work leave.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,32 +15,15 @@ from .. import reference
 from ._args import PAGE, block, check_batch, check_float, check_latents, stored_format, unit_last, unit_rows
 from ._dispatch import call, device_guard, use_triton
 from ._triton import tl, triton
+from .attention_tuning import PrefillTile, select_prefill
 from .packed import latent_columns, rope_columns
-from .tuning import Device, device_of
+from .tuning import device_of
 
 LOG2E = math.log2(math.e)
 KEY_TILE = 16384  # positions unfolded at a time; the only number here that a result depends on
 SCRATCH_BYTES = 256 << 20  # as many heads at a time as fit
 _MAX_GROUP = 16  # sequences a launch: every tile of queries has a program for each, most of which leave at once
 _UNFOLD_ROWS, _UNFOLD_COLUMNS, _UNFOLD_INNER = 128, 64, 64
-
-
-class PrefillTile(NamedTuple):
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def prefill_tile(dtype: torch.dtype, width: int, device: Device) -> PrefillTile:
-    """`width`: N + R + V. Up to 512: within 227 KiB of shared memory on sm_90, 99 KiB elsewhere."""
-    if dtype == torch.float32:
-        return PrefillTile(16, 16, 4, 1)
-    if device.family == "sm_90" and width <= 384:
-        return PrefillTile(128, 64, 8, 3)
-    if device.family == "sm_90":  # spills a little; 8k of GLM's heads on an H200: 1469 us, against 3824 with the tile below
-        return PrefillTile(128, 64, 8, 2)
-    return PrefillTile(64, 32, 8, 2)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["sequence", "positions"])
@@ -253,7 +235,7 @@ def _launch_mla_prefill(
     stored = cache.dtype if kv == "bf16" else q.dtype
     wide = not (q.dtype == stored == w_uk.dtype == w_uv.dtype) or q.dtype == torch.float32
     work = torch.float32 if wide else q.dtype
-    tile = tile or prefill_tile(work, width + value, device_of(device))
+    tile = tile or select_prefill(heads, width, value, work, device_of(device))
 
     context = min(max_context, block_table.shape[1] * PAGE)
     key_rows = min(key_tile, -(-context // PAGE) * PAGE)
