@@ -6,7 +6,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from exl3_triton.plan import DispatchPolicy, MoePlan, MoeSpec
 from exl3_triton.timing import captured, durations
 
 from .features import Features, features_of
-from .problems import LinearProblem, MoeProblem, Problem
+from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProblem, Problem
 from .space import Config, MoeConfig
 
 # by name, because the ops have the names of their modules
@@ -76,6 +76,7 @@ class Bench:
 
     problem: Problem
     m: int
+    tolerance: ClassVar[float] = TOLERANCE
 
     def calls(self, config: Config | None) -> list[Callable[[], Tensor]]:
         raise NotImplementedError
@@ -157,8 +158,14 @@ class MoeBench(Bench):
 
 def bench_of(problem: Problem, m: int, rows: int, *, copies: int | None = None) -> Bench:
     """The bench of a problem at m rows of the range `rows`."""
+    from .attention_bench import AttentionBench, ScoreBench
+
     if isinstance(problem, LinearProblem):
         return LinearBench(problem, m, copies)
+    if isinstance(problem, AttentionProblem):
+        return AttentionBench(problem, m, copies)
+    if isinstance(problem, IndexerProblem):
+        return ScoreBench(problem, m, copies)
     return MoeBench(problem, m, rows)
 
 

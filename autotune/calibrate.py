@@ -71,6 +71,7 @@ def tasks(device: Device) -> list[Task]:
 
 
 def problem_json(problem: Problem) -> dict[str, Any]:
+    assert isinstance(problem, LinearProblem | MoeProblem)
     return {"op": problem.op} | asdict(problem) | {"format": str(problem.format)}
 
 

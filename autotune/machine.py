@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REGISTERS = 65536  # of a multiprocessor, in every NVIDIA architecture since sm_80
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -29,6 +31,12 @@ class Machine:
     fma: int  # lanes for integer multiplication
     half: int  # lanes for fp16 pairs
     tensor: int  # FLOP, fp16 products into fp32
+
+    def resident(self, registers: int, shared: int, warps: int) -> int:
+        """Programs that a multiprocessor runs at once. registers: of a thread; shared: bytes of a program."""
+        by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
+        by_shared = self.shared_memory // (shared + 1024)
+        return max(1, min(by_registers, by_shared, self.warps // warps, self.blocks))
 
     @property
     def target(self) -> str:

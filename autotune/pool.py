@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from exl3_triton.ops.tuning import LinearConfig
+from exl3_triton.ops.tuning import Device, LinearConfig
 
 from .features import Features, features_of
-from .problems import LinearProblem, MoeProblem, Problem
+from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProblem, Problem
 from .space import Config, MoeConfig
 
 
@@ -30,6 +30,10 @@ def compile_on_gpu(task: Task) -> list[Features]:
     from .bench import compile_here
 
     found: list[Features] = []
+    if isinstance(task.problem, AttentionProblem | IndexerProblem):
+        for m in task.problem.SAMPLES[task.rows]:
+            _bench(task.problem, m, task.rows).calls(task.config)[0]()
+        return found
     for m in task.problem.SAMPLES.get(task.rows, (task.rows,)):
         found = found or compile_here(_bench(task.problem, m, task.rows), task.config)
         if isinstance(task.problem, MoeProblem):
@@ -46,10 +50,16 @@ def _bench(problem: Problem, m: int, rows: int) -> Any:
 
 def compile_for_target(target_name: str, task: Task) -> list[Features]:
     """Compile a candidate's products for "sm_NN": the same as `bench.compile_here` on such a GPU, without the others."""
-    from .audit import audit_decode, compile_for, product_launch, target
+    from .attention import compile_attention
+    from .audit import audit_decode, compile_for, family_of, product_launch, target
     from .moe import expert_gemm_launch
 
     gpu, problem, config = target(target_name), task.problem, task.config
+    if isinstance(problem, AttentionProblem | IndexerProblem):
+        found = features_of(compile_attention(problem, config, gpu, Device(family_of(gpu), 132)))
+        if not found.loops:
+            raise RuntimeError(f"{problem}, {config}: no loop with a matrix instruction")
+        return [found]
     twice_bits, codebook = problem.format.twice_bits, problem.format.index
     if isinstance(problem, LinearProblem) and isinstance(config, LinearConfig):
         launch = product_launch(gpu, problem.k, problem.n, twice_bits, codebook, config, task.rows)

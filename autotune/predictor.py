@@ -18,10 +18,11 @@ from typing import Any
 
 from exl3_triton.ops.tuning import LinearConfig, programs_and_parts
 
+from .attention import attention_seconds
 from .features import Features, Step
 from .machine import Machine
-from .problems import LinearProblem, MoeProblem, Problem
-from .space import MoeConfig, resident
+from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProblem, Problem
+from .space import MoeConfig
 
 VERSION = 1
 FITTED = Path(__file__).parent / "parameters.json"
@@ -80,7 +81,7 @@ class Product:
 
 def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
     """Seconds of one product."""
-    most = resident(p.registers, p.shared, p.warps, machine)
+    most = machine.resident(p.registers, p.shared, p.warps)
     programs = sum(count for count, _ in p.parts)
     tokens = sum(count * max(width, q.narrow) for count, width in p.parts) / programs
     w, s = p.warps, p.step
@@ -198,8 +199,12 @@ def decode_once_seconds(problem: LinearProblem, m: int, machine: Machine, q: Par
 def predict_us(
     problem: Problem, config: Any, m: int, features: Sequence[Features], machine: Machine, parameters: Parameters | None = None
 ) -> float:
-    """Microseconds of a call of m rows. features: of the product (linear), or of gate and up and of down (moe)."""
+    """Microseconds of a call of m rows. features: of the product, or of gate and up and of down (moe). Attention's
+    times were never fitted: the parameters are those of products.
+    """
     q = parameters or fitted()
+    if isinstance(problem, AttentionProblem | IndexerProblem):
+        return 1e6 * attention_seconds(problem, config, m, features[0], machine, q)
     if isinstance(problem, MoeProblem):
         return 1e6 * moe_seconds(problem, config, m, features, machine, q)
     if config is None:

@@ -1,16 +1,16 @@
-"""What can be tuned: matrices and expert layers, from a model's config, a preset or by hand, and their ranges of rows."""
+"""What can be tuned, from a model's config, a preset or by hand: matrices, experts, attention, and their ranges of rows."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from exl3_triton.format import Codebook, padded_size
 from exl3_triton.model.checkpoint import read_json_object
 from exl3_triton.model.config import ModelConfig
-from exl3_triton.tables import RANGES
+from exl3_triton.tables import KINDS, KV_FORMATS, RANGES
 
 from .audit import parse_format
 
@@ -74,7 +74,104 @@ class MoeProblem:
         return f"{self.num_experts} experts {self.hidden} x {self.intermediate}, top {self.top_k}, {self.format}"
 
 
-Problem = LinearProblem | MoeProblem
+@dataclass(frozen=True, order=True)
+class AttentionProblem:
+    """A kind of attention (`tables.KINDS`) over a cache in the format `kv`; sizes as in `tables.KEYS`."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    width: int
+    value: int
+    kv: str
+
+    op: ClassVar[str] = "attention"
+    SELECTED: ClassVar[int] = 2048  # positions that sparse attention sees
+
+    @property
+    def SAMPLES(self) -> dict[int, tuple[int, ...]]:
+        """See `LinearProblem.SAMPLES`: sequences of decoding; the tokens of one sequence where there are more than 64 of them
+        and its positions were selected, and of a prefill.
+        """
+        few, many = RANGES["attention"]
+        if self.kind.endswith("prefill"):
+            return {many: (many,)}
+        return {few: (1, 16), many: (1024,) if self.kind == "mla_sparse_decode" else (128,)}
+
+    def context(self, m: int) -> int:
+        """Positions of a sequence at m tokens: long ones with few sequences, and more than any cache holds of keys in all."""
+        if self.kind.endswith("prefill") or (self.kind == "mla_sparse_decode" and m > RANGES["attention"][0]):
+            return 8192
+        return min(1 << 16, (1 << 18) // m)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.heads} heads, {self.kv_heads} stored, {self.width} and {self.value} wide, {self.kv}"
+
+
+@dataclass(frozen=True, order=True)
+class IndexerProblem:
+    """The indexer's scores: `heads` queries and one key of `width`, stored as `kv`."""
+
+    heads: int
+    width: int
+    kv: str
+
+    op: ClassVar[str] = "indexer"
+    SAMPLES: ClassVar[dict[int, tuple[int, ...]]] = {RANGES["indexer"][0]: (1, 16)}
+
+    def context(self, m: int) -> int:
+        """See `AttentionProblem.context`."""
+        return min(1 << 17, (1 << 20) // m)
+
+    def __str__(self) -> str:
+        return f"index scores of {self.heads} heads, {self.width} wide, {self.kv}"
+
+
+Problem = LinearProblem | MoeProblem | AttentionProblem | IndexerProblem
+PROBLEMS: dict[str, Any] = {
+    "linear": LinearProblem, "moe": MoeProblem, "attention": AttentionProblem, "indexer": IndexerProblem,
+}  # fmt: skip
+CACHED = ("attention", "indexer")
+"""Ops that have the format of a cache where the others have that of weights."""
+
+
+def parse_attention(text: str, kv: str) -> Problem:
+    """ "mla_decode:16x1x576x512" (heads, key-value heads, width, value), or "indexer:32x128". Raises ValueError for others."""
+    kind, _, sizes = text.partition(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in sizes.split("x")]
+    if not all(numbers) or len(numbers) != (2 if kind == "indexer" else 4) or kind not in ("indexer", *KINDS):
+        raise ValueError(f"shape {text!r}: required {' | '.join(KINDS)}:HEADSxKV_HEADSxWIDTHxVALUE, or indexer:HEADSxWIDTH")
+    problem: Any = PROBLEMS["indexer"](*numbers, kv) if kind == "indexer" else PROBLEMS["attention"](kind, *numbers, kv)
+    if kv not in formats_of(problem):
+        raise ValueError(f"shape {text!r}, kv {kv!r}: required one of {', '.join(formats_of(problem))}")
+    if kind != "indexer" and numbers[0] % numbers[1]:
+        raise ValueError(f"shape {text!r}: required heads that are a multiple of the {numbers[1]} key-value heads")
+    return problem
+
+
+def formats_of(problem: Problem) -> tuple[str, ...]:
+    """Of a cache, that an attention problem's kernel reads."""
+    if isinstance(problem, AttentionProblem) and problem.kind == "mla_prefill":
+        return KV_FORMATS[:1]  # what it reads is unpacked before
+    latent = isinstance(problem, AttentionProblem) and problem.kind.startswith("mla")
+    return KV_FORMATS if latent else KV_FORMATS[:2]
+
+
+def attention_problems(config: ModelConfig, ranks: int, kv: str) -> list[Problem]:
+    """Attention and indexer of one rank of `ranks`, caches stored as `kv` where that is possible."""
+    c, heads = config, config.num_heads // ranks
+    width = c.qk_nope_head_dim + c.qk_rope_head_dim
+    found: list[Problem]
+    if not c.kv_lora_rank:
+        sizes = (heads, max(1, c.num_kv_heads // ranks), c.head_dim, c.v_head_dim)
+        found = [AttentionProblem(kind, *sizes, kv) for kind in ("gqa_decode", "gqa_prefill")]
+    else:
+        latents = (heads, 1, c.kv_lora_rank + c.qk_rope_head_dim, c.kv_lora_rank, kv)
+        unfolded = (heads, heads, width, c.v_head_dim, kv)
+        found = [AttentionProblem("mla_decode", *latents), AttentionProblem("mla_prefill", *unfolded)]
+        if c.index_topk:
+            found += [AttentionProblem("mla_sparse_decode", *latents), IndexerProblem(c.index_num_heads, c.index_head_dim, kv)]
+    return [problem for problem in found if kv in formats_of(problem)]
 
 
 def parse_shape(text: str, format: Format) -> Problem:
@@ -127,7 +224,9 @@ def model_shapes(config: ModelConfig, ranks: int = 1) -> tuple[list[tuple[int, i
     return launches, experts
 
 
-def model_problems(name: str, formats: list[Format], ops: tuple[str, ...] = ("linear", "moe")) -> list[Problem]:
+def model_problems(
+    name: str, formats: list[Format], ops: tuple[str, ...] = tuple(PROBLEMS), kv: tuple[str, ...] = ("bf16",)
+) -> list[Problem]:
     """Problems of a preset ("glm-5.2-tp4": the preset glm-5.2, one rank of 4) or of a model's folder or config.json.
 
     The latter take the same "-tpN" at their end. Raises ValueError for an unknown preset or a width that does not divide.
@@ -147,4 +246,6 @@ def model_problems(name: str, formats: list[Format], ops: tuple[str, ...] = ("li
             problems += [LinearProblem(k, n, format) for k, n in launches]
         if "moe" in ops and experts is not None:
             problems.append(MoeProblem(*experts, format))
+    for stored in kv:
+        problems += [problem for problem in attention_problems(config, ranks, stored) if problem.op in ops]
     return problems

@@ -12,11 +12,12 @@ from tqdm import tqdm
 
 from exl3_triton.ops.tuning import Device, LinearConfig
 
+from .attention import AttentionConfig
 from .features import Features
 from .machine import Machine
 from .pool import Task, compile_all, compile_for_target
 from .predictor import Parameters, predict_us
-from .problems import LinearProblem, MoeProblem, Problem
+from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProblem, Problem
 from .space import SHARED_LIMIT, Config, MoeConfig, space
 
 _SPILLS = {"sm_90": 200}
@@ -41,6 +42,10 @@ def geometric_mean(values: Iterable[float]) -> float:
 def form_of(task: Task) -> Task:
     """A candidate with representative sizes: its main loop's code does not depend on the problem's."""
     problem, rows, config = task
+    if isinstance(problem, AttentionProblem | IndexerProblem):
+        most = min(2, config.most) if isinstance(config, AttentionConfig) else 0
+        few = replace(config, most=most) if isinstance(config, AttentionConfig) else config
+        return Task(problem, min(problem.SAMPLES), few)
     if isinstance(problem, LinearProblem) and isinstance(config, LinearConfig):
         return Task(LinearProblem(4096, 4096, problem.format), rows, config._replace(split=4))
     assert isinstance(config, MoeConfig)
@@ -71,6 +76,7 @@ def rank(
         if i == 0:
             first = Ranked(config, us)
         spills = max(each.spills for each in features)
-        if i == 0 or (spills <= _SPILLS.get(machine.target, 0) and max(f.shared for f in features) <= SHARED_LIMIT):
+        limit = SHARED_LIMIT if problem.op in ("linear", "moe") else machine.shared_memory - 1024
+        if i == 0 or (spills <= _SPILLS.get(machine.target, 0) and max(f.shared for f in features) <= limit):
             found.append(Ranked(config, us))
     return sorted(found, key=lambda ranked: ranked.score), first

@@ -6,14 +6,16 @@ import importlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from exl3_triton.ops.attention_tuning import ScoreTile
 from exl3_triton.ops.tuning import Device, LinearConfig, regimes, select_linear, whole_parts
 from exl3_triton.plan import MoeSpec, plan_moe
 
-from .problems import LinearProblem, MoeProblem, Problem
+from .attention import AttentionConfig, attention_space, score_space
+from .machine import REGISTERS
+from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProblem, Problem
 
 moe = importlib.import_module("exl3_triton.ops.moe")  # by name, because `exl3_triton.ops.moe` is the op
 
-REGISTERS = 65536  # of a multiprocessor, in every NVIDIA architecture since sm_80
 SHARED_LIMIT = 99 * 1024  # bytes that a block may use on every target
 
 
@@ -36,12 +38,13 @@ class MoeConfig:
         return moe.Regime(rows, self.block_m, self.split, self.down_split, sequential, half, *tile)
 
 
-Config = LinearConfig | MoeConfig
+Config = LinearConfig | MoeConfig | AttentionConfig | ScoreTile
+CONFIGS: dict[str, Any] = {"linear": LinearConfig, "moe": MoeConfig, "attention": AttentionConfig, "indexer": ScoreTile}
 
 
 def config_json(config: Any) -> dict[str, Any] | None:
     """A config's fields by name."""
-    return config._asdict() if isinstance(config, LinearConfig) else config if config is None else asdict(config)
+    return config._asdict() if isinstance(config, LinearConfig | ScoreTile) else config if config is None else asdict(config)
 
 
 _LINEAR_FORMS = {  # rows -> (block_m, block_k, warps, most registers, ahead)
@@ -76,13 +79,6 @@ _PREFILL_TILES = {  # block_m -> (block_k, warps, registers, small, ahead)
     64: [(64, 8, 80, 0, 0), (128, 8, 128, 0, 0), (64, 4, 128, 0, 0), (64, 8, 80, 32, 0), (32, 8, 0, 0, 1)],
     128: [(64, 8, 128, 64, 0), (64, 8, 0, 64, 0), (32, 8, 128, 64, 0), (64, 8, 128, 0, 0)],
 }
-
-
-def resident(registers: int, shared: int, warps: int, device: Any) -> int:
-    """Programs that a multiprocessor runs at once. device: a `machine.Machine`."""
-    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
-    by_shared = device.shared_memory // (shared + 1024)
-    return max(1, min(by_registers, by_shared, device.warps // warps, device.blocks))
 
 
 def _splits(problem: LinearProblem, block_k: int, warps: int, registers: int | None, processors: int) -> list[int]:
@@ -165,4 +161,8 @@ def space(problem: Problem, rows: int, device: Device) -> list[Config]:
         if device.family == "hip" or {r.rows for r in regimes(device.family)} != set(problem.SAMPLES):
             raise ValueError(f"device family {device.family}: its ranges of rows are not tuned")
         return list(linear_space(problem, rows, device))
+    if isinstance(problem, AttentionProblem):
+        return list(attention_space(problem, rows, device))
+    if isinstance(problem, IndexerProblem):
+        return list(score_space(problem, device))
     return list(moe_space(problem, rows, device))

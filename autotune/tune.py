@@ -3,47 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from exl3_triton import tables
-from exl3_triton.ops.tuning import Device, LinearConfig
+from exl3_triton.ops.tuning import Device
 
+from .attention import attention_work
 from .machine import MACHINES, Machine, machines_of
 from .pool import Task, compile_all, compile_on_gpu, default_jobs
 from .predictor import VERSION
-from .problems import Format, LinearProblem, MoeProblem, Problem, model_problems, parse_shape
+from .problems import (
+    CACHED,
+    PROBLEMS,
+    AttentionProblem,
+    Format,
+    IndexerProblem,
+    LinearProblem,
+    Problem,
+    model_problems,
+    parse_attention,
+    parse_shape,
+)
 from .rank import Ranked, compile_forms, geometric_mean, rank
-from .space import Config, MoeConfig, config_json, space
+from .space import CONFIGS, Config, config_json, space
 
+ALL_OPS = ",".join(tables.KEYS)
 GAIN = {"measured": 0.98, "predicted": 0.95}
 """A candidate replaces the rules' choice where its time is below this part of the choice's."""
 
 
 def key_of(problem: Problem, rows: int) -> tables.Key:
     """The name of an entry in `exl3_triton.tables`."""
-    format = (problem.format.codebook, problem.format.bits)
-    if isinstance(problem, LinearProblem):
-        return (problem.k, problem.n, *format, rows)
-    return (problem.num_experts, problem.hidden, problem.intermediate, problem.top_k, *format, rows)
+    parts = (getattr(problem, field.name) for field in dataclasses.fields(problem))
+    return (*(each for part in parts for each in (astuple(part) if isinstance(part, Format) else (part,))), rows)
 
 
 def problem_of(op: str, key: tables.Key) -> tuple[Problem, int]:
     """The inverse of `key_of`."""
-    *sizes, codebook, bits, rows = key
-    kind: Any = LinearProblem if op == "linear" else MoeProblem
-    return kind(*sizes, Format(codebook, bits)), rows
+    *sizes, rows = key
+    if op not in CACHED:
+        *sizes, codebook, bits = sizes
+        sizes.append(Format(codebook, bits))
+    return PROBLEMS[op](*sizes), rows
 
 
 def config_of(op: str, config: Any) -> Config:
-    return LinearConfig(**config) if op == "linear" else MoeConfig(**config)
+    return CONFIGS[op](**config)
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[Problem, int]]:
@@ -51,11 +66,14 @@ def wanted(args: argparse.Namespace) -> list[tuple[Problem, int]]:
     ops = tuple(args.ops.split(","))
     if unknown := set(ops) - set(tables.KEYS):
         raise ValueError(f"--ops {','.join(sorted(unknown))}: required {', '.join(tables.KEYS)}")
-    formats = [Format.parse(text) for text in args.formats.split(",")]
+    formats, kv = [Format.parse(text) for text in args.formats.split(",")], tuple(args.kv.split(","))
+    if unknown := set(kv) - set(tables.KV_FORMATS):
+        raise ValueError(f"--kv {','.join(sorted(unknown))}: required {', '.join(tables.KV_FORMATS)}")
     problems: list[Problem] = []
     for name in args.preset:
-        problems += model_problems(name, formats, ops)
-    problems += [parse_shape(text, format) for text in args.shape for format in formats]
+        problems += model_problems(name, formats, ops, kv)
+    for text in args.shape:
+        problems += [parse_attention(text, each) for each in kv] if ":" in text else [parse_shape(text, f) for f in formats]
     if not problems:
         raise ValueError("nothing to tune: required --preset or --shape")
     only = {int(text) for text in args.rows.split(",") if text}
@@ -63,17 +81,23 @@ def wanted(args: argparse.Namespace) -> list[tuple[Problem, int]]:
 
 
 def rates(problem: Problem, us: dict[int, float]) -> dict[str, Any]:
-    """GB/s of weights and TFLOP/s, by rows, of a measured entry."""
-    if isinstance(problem, LinearProblem):
-        size, of = problem.k * problem.n, lambda m: 1.0
-    else:
-        size = 3 * problem.hidden * problem.intermediate
-        of = lambda m: problem.num_experts * (1 - (1 - problem.top_k / problem.num_experts) ** m)
-    work = 1 if isinstance(problem, LinearProblem) else problem.top_k
+    """GB/s of weights or of the cache, and TFLOP/s, by rows, of a measured entry."""
+    work = {m: _work(problem, m) for m in us}
     return {
-        "gbps": {m: round(of(m) * size * problem.format.bits / 8 / t / 1e3, 1) for m, t in us.items()},
-        "tflops": {m: round(2 * m * work * size / t / 1e6, 2) for m, t in us.items()},
+        "gbps": {m: round(work[m][0] / t / 1e3, 1) for m, t in us.items()},
+        "tflops": {m: round(work[m][1] / t / 1e6, 2) for m, t in us.items()},
     }
+
+
+def _work(problem: Problem, m: int) -> tuple[float, float]:
+    """(bytes of weights or of the cache that a call has to read, floating-point operations)."""
+    if isinstance(problem, AttentionProblem | IndexerProblem):
+        return attention_work(problem, m)
+    if isinstance(problem, LinearProblem):
+        return problem.k * problem.n * problem.format.bits / 8, 2 * m * problem.k * problem.n
+    size = 3 * problem.hidden * problem.intermediate
+    hit = problem.num_experts * (1 - (1 - problem.top_k / problem.num_experts) ** m)
+    return hit * size * problem.format.bits / 8, 2 * m * problem.top_k * size
 
 
 def entry_of(ranked: Sequence[Ranked], rule: Ranked | None, source: str, evidence: dict[str, Any]) -> tables.Entry:
@@ -146,7 +170,7 @@ def _plan(
 
 def measure_entry(problem: Problem, rows: int, configs: Sequence[Config]) -> tuple[list[Ranked], dict[str, str]]:
     """(what each right candidate took, why the others were left out) on the present GPU."""
-    from .bench import TOLERANCE, bench_of
+    from .bench import bench_of
 
     times: dict[Config, dict[int, float]] = {config: {} for config in configs}
     failed: dict[str, str] = {}
@@ -157,7 +181,7 @@ def measure_entry(problem: Problem, rows: int, configs: Sequence[Config]) -> tup
         for config in times:
             try:
                 error = bench.error(config, want)
-                failure = "" if error < TOLERANCE else f"wrong: relative error {error:.2g}"
+                failure = "" if error < bench.tolerance else f"wrong: relative error {error:.2g}"
             except Exception as exception:  # a candidate may not fit the card
                 failure = f"{type(exception).__name__}: {str(exception)[:200]}"
             if failure:
@@ -239,12 +263,16 @@ def _append(path: Path, problem: Problem, rows: int, ranked: Sequence[Ranked], p
 
 def _read(text: str, op: str) -> tables.Table:
     """A table by its path, or by the device's name or file name among the user's and the shipped ones."""
+    return tables.load(_path(text, op), op)
+
+
+def _path(text: str, op: str) -> Path:
     path = Path(text)
-    if not path.is_file():
-        name = tables.file_name(text.removesuffix(".json"))
-        places = [folder / op / name for folder in (tables.user_directory(), tables.SHIPPED)]
-        path = next((place for place in places if place.is_file()), places[-1])
-    return tables.load(path, op)
+    if path.is_file():
+        return path
+    name = tables.file_name(text.removesuffix(".json"))
+    places = [folder / op / name for folder in (tables.user_directory(), tables.SHIPPED)]
+    return next((place for place in places if place.is_file()), places[-1])
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -279,6 +307,9 @@ def verify(args: argparse.Namespace) -> int:
     device = device_of(torch.device("cuda"))
     bad = 0
     for op in args.ops.split(","):
+        if not args.table and not _path(device.name, op).is_file():
+            print(f"{op}: no table for {device.name}")
+            continue
         table = _read(args.table or device.name, op)
         for key, entry in tqdm(sorted(table.entries.items()), desc=op, disable=None):
             problem, rows = problem_of(op, key)
@@ -296,9 +327,13 @@ def verify(args: argparse.Namespace) -> int:
 
 def _problems(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--preset", action="append", default=[], metavar="NAME[-tpN]", help="or a folder or config.json")
-    parser.add_argument("--shape", action="append", default=[], metavar="KxN | ExHxIxTOP_K", help="sizes by hand")
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="KxN | ExHxIxTOP_K | KIND:HEADSxKV_HEADSxWIDTHxVALUE | indexer:HxD",
+        help=f"sizes by hand; KIND: {', '.join(tables.KINDS)}",
+    )  # fmt: skip
     parser.add_argument("--formats", default="mcg.3,mcg.4", help="codebook and bits, comma-separated (default mcg.3,mcg.4)")
-    parser.add_argument("--ops", default="linear,moe", help="of linear, moe")
+    parser.add_argument("--kv", default="bf16,fp8", help="formats of the cache for attention and indexer (default bf16,fp8)")
+    parser.add_argument("--ops", default=ALL_OPS, help=f"of {ALL_OPS} (the default)")
     parser.add_argument("--rows", default="", help="only these ranges of rows, such as 16,32")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="processes that compile")
     parser.add_argument("--out", type=Path, default=out, help=f"folder of tables (default {out})")
@@ -324,7 +359,7 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(run=compare)
     parser = commands.add_parser("verify", help="check a table on its GPU", description=verify.__doc__)
     parser.add_argument("--table", default="", help="a path, or a device's name (default: the present GPU's)")
-    parser.add_argument("--ops", default="linear,moe")
+    parser.add_argument("--ops", default=ALL_OPS)
     parser.add_argument("--percent", type=float, default=10.0, help="how much slower than recorded is bad (default 10)")
     parser.add_argument("--all", action="store_true", help="print good entries too")
     parser.set_defaults(run=verify)

@@ -14,12 +14,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
+from autotune.record import recording
 from exl3_triton.kv_format import KV_FORMATS, latent_bytes
 from exl3_triton.ops.tuning import Device
 
@@ -30,53 +28,12 @@ MODULES = [
 ]
 attention, head_matmul, indexer, kv_cache, norm, prefill, rope, swiglu = MODULES
 
-TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-TYPES |= {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 GLM = {"latent": 512, "rope": 64, "heads": 16, "nope": 192, "value": 256, "index_heads": 32}
 MODELS = {
     "glm": GLM,
     "glm_tp1": {**GLM, "heads": 64},
     "deepseek": {**GLM, "heads": 128, "nope": 128, "value": 128, "index_heads": 64},
 }
-
-
-class Recorder:
-    """Stands in for a kernel in its module: a launch becomes a compilation, specialised as Triton would."""
-
-    def __init__(self, kernel: JITFunction, architecture: int, found: dict) -> None:
-        self.kernel, self.architecture, self.found = kernel, architecture, found
-
-    def __getitem__(self, grid):
-        return self.compile
-
-    def compile(self, *args, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-        values = dict(zip(self.kernel.arg_names, args)) | kwargs
-        signature, constants, attributes = {}, {}, {}
-        for i, parameter in enumerate(self.kernel.params):
-            value, aligned = values[parameter.name], False
-            if parameter.is_constexpr:
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name], aligned = TYPES[value.dtype], not parameter.do_not_specialize_on_alignment
-            elif isinstance(value, float):
-                signature[parameter.name] = "fp32"
-            elif value == 1 and not parameter.do_not_specialize:
-                signature[parameter.name], constants[parameter.name] = "constexpr", 1
-            else:
-                signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                aligned = value % 16 == 0 and not parameter.do_not_specialize
-            if aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        key = f"{self.kernel.__name__} {sorted((n, c) for n, c in constants.items() if c is not None)} {options}"
-        if key not in self.found:
-            source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
-            compiled = triton.compile(source, target=GPUTarget("cuda", self.architecture, 32), options=options)
-            self.found[key] = {
-                "kernel": self.kernel.__name__,
-                "shared": compiled.metadata.shared,
-                **resources(compiled.asm["cubin"]),
-            }
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -136,16 +93,13 @@ def launch(case: str, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def compile_case(case: str, architecture: int) -> dict[str, dict]:
-    found: dict[str, dict] = {}
     device = Device("sm_90" if architecture == 90 else "cuda", 132)
-    for module in MODULES:
-        if hasattr(module, "device_of"):
-            module.device_of = lambda _: device
-        for name, kernel in list(vars(module).items()):
-            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
-                setattr(module, name, Recorder(kernel, architecture, found))
-    launch(case)
-    return found
+    with recording(MODULES, GPUTarget("cuda", architecture, 32), device) as found:
+        launch(case)
+    return {
+        key: {"kernel": name, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+        for key, (name, compiled) in found.items()
+    }
 
 
 if __name__ == "__main__":
