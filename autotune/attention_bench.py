@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from .problems import AttentionProblem, IndexerProblem
 
 
 class _PagedBench(Bench):
-    """A batch over pages in random order, with caches enough to exceed the GPU's own. 16-bit data is bf16."""
+    """A batch over pages in random order, with caches enough to exceed the GPU's own."""
 
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
     tolerance = 8e-3
     """bf16 rounds the probabilities, unpacked keys and the result: a relative error of 2e-3 in all."""
 
@@ -36,7 +37,7 @@ class _PagedBench(Bench):
         self.pages = pages
 
     def make(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).bfloat16()
+        return torch.randn(shape, device=self.device).to(self.dtype)
 
     def heads_cache(self, shape: tuple[int, ...], kv: str) -> Tensor:
         if kv == "bf16":

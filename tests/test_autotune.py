@@ -11,18 +11,30 @@ import torch
 
 pytest.importorskip("triton")
 
-from autotune import fit, tune
+from autotune import attention_bench, fit, tune
 from autotune.__main__ import main as cli
+from autotune.attention import AttentionConfig, attention_work, rule_attention
+from autotune.attention_bench import AttentionBench, ScoreBench
 from autotune.bench import TOLERANCE, LinearBench, MoeBench
 from autotune.calibrate import row
 from autotune.features import Features, matrix_loops, step_of
 from autotune.machine import MACHINES, machines_of
 from autotune.pool import Task, compile_all
 from autotune.predictor import expected_blocks, fitted, predict_us
-from autotune.problems import Format, LinearProblem, MoeProblem, model_problems, parse_shape
+from autotune.problems import (
+    AttentionProblem,
+    Format,
+    IndexerProblem,
+    LinearProblem,
+    MoeProblem,
+    model_problems,
+    parse_attention,
+    parse_shape,
+)
 from autotune.rank import Ranked, form_of, rank
 from autotune.space import MoeConfig, space
 from exl3_triton import tables
+from exl3_triton.ops.attention_tuning import ScoreTile
 from exl3_triton.ops.tuning import Device, LinearConfig, select_linear
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -37,6 +49,16 @@ def test_problems_of_a_preset():
     for k, n in ((6144, 2688), (2048, 4096), (4096, 6144), (6144, 6144), (3072, 6144), (6144, 38784)):
         assert LinearProblem(k, n, MCG3) in problems
     assert {problem.op for problem in model_problems("glm-4.5-air", [MCG3], ("moe",))} == {"moe"}
+    assert AttentionProblem("mla_sparse_decode", 16, 1, 576, 512, "bf16") in problems
+    assert AttentionProblem("mla_prefill", 16, 16, 256, 256, "bf16") in problems
+    assert IndexerProblem(32, 128, "bf16") in problems
+    cached = model_problems("glm-5.2-tp4", [MCG3], ("attention", "indexer"), ("fp8", "nvfp4"))
+    assert {(p.op, getattr(p, "kind", ""), p.kv) for p in cached} == {
+        ("attention", "mla_decode", "fp8"), ("attention", "mla_sparse_decode", "fp8"), ("indexer", "", "fp8"),
+        ("attention", "mla_decode", "nvfp4"), ("attention", "mla_sparse_decode", "nvfp4"),
+    }  # fmt: skip
+    grouped = {AttentionProblem(kind, 96, 8, 128, 128, "fp8") for kind in ("gqa_decode", "gqa_prefill")}
+    assert set(model_problems("glm-4.5-air", [], kv=("fp8",))) == grouped
     with pytest.raises(ValueError, match="glm-9"):
         model_problems("glm-9", [MCG3])
     with pytest.raises(ValueError, match="num_heads=64"):
@@ -51,11 +73,27 @@ def test_shapes_by_hand():
             parse_shape(text, MCG3)
 
 
+def test_attention_by_hand():
+    assert parse_attention("mla_decode:16x1x576x512", "nvfp4") == AttentionProblem("mla_decode", 16, 1, 576, 512, "nvfp4")
+    assert parse_attention("indexer:32x128", "fp8") == IndexerProblem(32, 128, "fp8")
+    for text in ("gqa:8x2x64x64", "gqa_decode:8x2x64", "gqa_decode:8x2x64x0", "indexer:32", "mla_decode", ":1x1x1x1"):
+        with pytest.raises(ValueError, match="required mla_decode | .*HEADSxKV_HEADSxWIDTHxVALUE, or indexer:HEADSxWIDTH"):
+            parse_attention(text, "bf16")
+    for text, kv in (("gqa_decode:8x2x64x64", "nvfp4"), ("indexer:32x128", "nvfp4"), ("mla_prefill:8x8x256x256", "fp8")):
+        with pytest.raises(ValueError, match=f"kv '{kv}': required one of bf16"):
+            parse_attention(text, kv)
+    with pytest.raises(ValueError, match="a multiple of the 3 key-value heads"):
+        parse_attention("gqa_decode:8x3x64x64", "bf16")
+
+
 @pytest.mark.parametrize("device", [H200, Device("cuda", 188)])
 def test_space_begins_with_the_rules_choice_and_has_no_doubles(device):
-    for problem in model_problems("glm-5.2-tp4", [MCG3]):
+    some = [each for kv in ("bf16", "nvfp4") for each in model_problems("glm-4.5-air", [], kv=(kv,))]
+    for problem in model_problems("glm-5.2-tp4", [MCG3], kv=("bf16", "fp8", "nvfp4")) + some:
         for rows in problem.SAMPLES:
             found = space(problem, rows, device)
+            if isinstance(problem, AttentionProblem):
+                assert found[0] == rule_attention(problem, rows, device)
             assert len(found) > 3
             assert len(set(found)) == len(found)
             if isinstance(problem, LinearProblem):
@@ -89,6 +127,33 @@ def test_bench_of_experts_checks_against_the_reference(rows, config, triton_back
     want = bench.want()
     assert want.norm() > 0
     assert bench.error(config, want) < TOLERANCE
+
+
+SMALL = [
+    (AttentionProblem("mla_decode", 5, 1, 48, 32, "bf16"), 2, AttentionConfig(16, 32, 4, 2, most=3)),
+    (AttentionProblem("mla_decode", 5, 1, 80, 64, "fp8"), 2, AttentionConfig(16, 32, 4, 2, words=True, most=2)),
+    (AttentionProblem("mla_decode", 5, 1, 80, 64, "nvfp4"), 1, AttentionConfig(16, 16, 4, 1, most=1)),
+    (AttentionProblem("mla_sparse_decode", 5, 1, 48, 32, "bf16"), 3, AttentionConfig(16, 16, 4, 1, most=4)),
+    (AttentionProblem("mla_prefill", 2, 2, 96, 32, "bf16"), 128, AttentionConfig(32, 32, 4, 1)),
+    (AttentionProblem("gqa_decode", 6, 2, 32, 16, "bf16"), 2, AttentionConfig(16, 32, 4, 1, most=2)),
+    (AttentionProblem("gqa_prefill", 6, 2, 32, 16, "fp8"), 128, AttentionConfig(32, 32, 4, 1)),
+    (IndexerProblem(4, 32, "bf16"), 2, ScoreTile(32, 64, 4, 1)),
+    (IndexerProblem(4, 64, "fp8"), 2, ScoreTile(64, 128, 4, 2)),
+]
+
+
+@pytest.mark.parametrize(("problem", "m", "config"), SMALL)
+def test_bench_of_attention_checks_against_the_reference(problem, m, config, triton_backend, monkeypatch):
+    """In fp16, since the interpreter has no products in bf16."""
+    monkeypatch.setattr(attention_bench._PagedBench, "dtype", torch.float16)
+    monkeypatch.setattr(AttentionProblem, "SELECTED", 40)
+    for kind in (AttentionProblem, IndexerProblem):
+        monkeypatch.setattr(kind, "context", lambda self, m: 128)
+    bench = (ScoreBench if isinstance(problem, IndexerProblem) else AttentionBench)(problem, m, copies=1, device="cpu")
+    want = bench.want()
+    assert want.norm() > 0
+    assert bench.error(config, want) < bench.tolerance
+    assert bench.error(config, want + want.norm() / 10) > bench.tolerance
 
 
 SASS = """
@@ -149,6 +214,24 @@ def test_predicted_times_obey_the_bounds():
     assert times == sorted(times)
 
 
+def test_predicted_times_of_attention_obey_the_bounds():
+    config = AttentionConfig(16, 32, 4, 3, most=128)
+    for machine in MACHINES.values():
+        for kind, kv in (("mla_decode", "bf16"), ("mla_decode", "fp8"), ("mla_sparse_decode", "bf16")):
+            problem = AttentionProblem(kind, 16, 1, 576, 512, kv)
+            us = predict_us(problem, config, 16, [code()], machine)
+            assert us > attention_work(problem, 16)[0] / machine.dram_gbps / 1e3
+            assert us < predict_us(problem, config, 16, [code(instructions=4000)], machine)
+        prefill = AttentionProblem("mla_prefill", 16, 16, 256, 256, "bf16")
+        us = predict_us(prefill, AttentionConfig(64, 32, 8, 2), 8192, [code()], machine)
+        assert us > attention_work(prefill, 8192)[1] / (machine.tensor * machine.processors * machine.clock_ghz * 1e3)
+        scores = IndexerProblem(32, 128, "bf16")
+        times = [predict_us(scores, ScoreTile(64, 512, 4, 4), m, [code()], machine) for m in (1, 16)]
+        assert times[0] < times[1]
+    assert attention_work(AttentionProblem("mla_decode", 16, 1, 576, 512, "fp8"), 1) == (65536 * 656, 2 * 65536 * 16 * 1088)
+    assert attention_work(AttentionProblem("gqa_decode", 96, 8, 128, 128, "fp8"), 1)[0] == 65536 * 8 * 264
+
+
 def test_machines_by_architecture():
     assert {machine.target for machine in machines_of("sm_120")} == {"sm_120"}
     assert machines_of("gb10") == [MACHINES["gb10"]]
@@ -187,7 +270,11 @@ def test_an_entry_keeps_the_rules_choice_unless_clearly_slower():
     assert tune.entry_of([rule, close], rule, "measured", versions).config["split"] == 1
     key = tune.key_of(LinearProblem(6144, 128, MCG3), 16)
     tables._check_entry("linear", dict(zip(tables.KEYS["linear"], key)) | {"config": entry.config, "evidence": entry.evidence})
-    for problem, rows in ((LinearProblem(6144, 128, MCG3), 16), (MoeProblem(4, 128, 256, 2, MCG3), 64)):
+    attention = AttentionProblem("gqa_decode", 96, 8, 128, 128, "fp8"), 64
+    for problem, rows in (
+        (LinearProblem(6144, 128, MCG3), 16), (MoeProblem(4, 128, 256, 2, MCG3), 64), attention,
+        (IndexerProblem(32, 128, "bf16"), 8192),
+    ):  # fmt: skip
         assert tune.problem_of(problem.op, tune.key_of(problem, rows)) == (problem, rows)
 
 
@@ -349,6 +436,7 @@ def test_commands_refuse_what_they_do_not_know(tmp_path, capsys):
         (("predict",), "--preset or --shape"),
         (("predict", "--shape", "128x128", "--arch", "sm_77"), "sm_77"),
         (("predict", "--shape", "128x128", "--ops", "rope"), "rope"),
+        (("predict", "--preset", "glm-5.2", "--kv", "int4"), "--kv int4: required bf16, fp8, nvfp4, nvfp4-fp8rope"),
         (("compare", str(tmp_path / "no.json"), str(tmp_path / "no.json")), "no.json"),
     ):
         assert cli(list(arguments)) == 2
@@ -356,15 +444,24 @@ def test_commands_refuse_what_they_do_not_know(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_predict_twice_changes_nothing(tmp_path):
-    arguments = ["predict", "--shape", "512x256", "--rows", "16", "--formats", "mcg.3", "--arch", "sm_120", "--jobs", "2"]
+@pytest.mark.parametrize(
+    ("op", "shape", "rows", "title"),
+    [
+        ("linear", "512x256", "16", "512 x 256, mcg.3, 16 rows"),
+        ("attention", "gqa_decode:96x8x128x128", "64", "gqa_decode of 96 heads, 8 stored, 128 and 128 wide, bf16, 64 rows"),
+        ("indexer", "indexer:32x128", "8192", "index scores of 32 heads, 128 wide, bf16, 8192 rows"),
+    ],
+)
+def test_predict_twice_changes_nothing(op, shape, rows, title, tmp_path):
+    arguments = ["predict", "--shape", shape, "--rows", rows, "--formats", "mcg.3", "--kv", "bf16", "--arch", "sm_120"]
+    arguments += ["--jobs", "2"]
     first = run_autotune(*arguments, "--out", str(tmp_path))
     assert first.returncode == 0, first.stderr
-    paths = sorted(tmp_path.glob("linear/*.json"))
+    paths = sorted(tmp_path.glob(f"{op}/*.json"))
     assert [path.name for path in paths] == ["NVIDIA_GeForce_RTX_5090.json", "NVIDIA_RTX_PRO_6000_Blackwell.json"]
     before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
     assert run_autotune(*arguments, "--out", str(tmp_path)).returncode == 0
     assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths] == before
-    done = run_autotune("compare", *map(str, paths))
+    done = run_autotune("compare", "--op", op, *map(str, paths))
     assert done.returncode == 0
-    assert "512 x 256, mcg.3, 16 rows" in done.stdout
+    assert title in done.stdout

@@ -8,9 +8,26 @@ import sys
 import time
 
 import pytest
+import torch
 
 from exl3_triton import tables
 from exl3_triton.format import Codebook
+from exl3_triton.kv_format import KV_FORMATS
+from exl3_triton.ops.attention_tuning import (
+    DecodeTile,
+    GroupedTile,
+    ScoreTile,
+    SplitPlan,
+    _from_table,
+    grouped_prefill_tile,
+    prefill_tile,
+    score_tile,
+    select_decode,
+    select_grouped_decode,
+    select_grouped_prefill,
+    select_prefill,
+    select_scores,
+)
 from exl3_triton.ops.tuning import Device, LinearConfig, _configure, select_linear
 from exl3_triton.plan import DispatchPolicy, MoeSpec, _tuned, plan_moe
 from exl3_triton.tables import Entry, Table, TableError
@@ -33,7 +50,7 @@ def places(tmp_path, monkeypatch):
     """(shipped, user's) folders of this test alone."""
     monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path / "user"))
-    forget = (tables.entries_for, _configure, _tuned)
+    forget = (tables.entries_for, _configure, _tuned, _from_table)
     for function in forget:
         function.cache_clear()
     yield tmp_path / "shipped", tmp_path / "user"
@@ -124,6 +141,69 @@ def test_experts_refuse_what_their_kernels_cannot_run(tmp_path, rows, changes, m
     path = tables.save(tmp_path, table({(4, 128, 128, 2, "mcg", 3.0, rows): EXPERTS | changes}, op="moe"))
     with pytest.raises(TableError, match=message):
         tables.load(path, "moe")
+
+
+MLA = ("mla_decode", 16, 1, 576, 512, "fp8", 64)
+TILE = {"rows": 32, "keys": 16, "warps": 8, "stages": 2, "parts": 1, "words": True, "most": 7}
+SCORES = {"keys": 32, "span": 256, "warps": 8, "stages": 3}
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "message"),
+    [
+        ((*MLA[:-1], 32), {}, "rows of 64, 8192"),
+        ((*MLA[:-2], "bf16", 64), {}, "words=True: not possible with mla_decode of bf16"),
+        (MLA, {"parts": 2}, "parts=2"),
+        (MLA, {"keys": 128}, "keys=128"),
+        (MLA, {"most": 0}, "most=0"),
+        (MLA, {"words": 1}, "words=1"),
+        (("mla_prefill", 16, 16, 256, 256, "bf16", 8192), {"words": False}, "most=7: not possible with mla_prefill"),
+        (("gqa_prefill", 96, 8, 128, 128, "bf16", 64), {"words": False, "most": 0}, "rows=64"),
+        (("gqa_decode", 96, 8, 128, 128, "nvfp4", 64), {"words": False}, "kv=nvfp4"),
+        (("mha", *MLA[1:]), {}, "kind='mha': required one of mla_decode"),
+        (("mla_decode", 0, *MLA[2:]), {}, "heads=0: required a positive number"),
+    ],
+)
+def test_attention_refuses_what_its_kernels_cannot_run(tmp_path, key, changes, message):
+    path = tables.save(tmp_path, table({key: TILE | changes}, op="attention"))
+    with pytest.raises(TableError, match=message):
+        tables.load(path, "attention")
+
+
+def test_attention_and_indexer_take_their_entries(places):
+    """For 16-bit data and the range of rows that they were written for; elsewhere the rules."""
+    prefill = {**TILE, "words": False, "most": 0}
+    few = {
+        MLA: TILE,
+        ("mla_sparse_decode", *MLA[1:-1], 8192): TILE | {"rows": 16},
+        ("mla_prefill", 16, 16, 256, 256, "bf16", 8192): prefill,
+        ("gqa_decode", 96, 8, 128, 128, "fp8", 64): TILE | {"words": False},
+        ("gqa_prefill", 96, 8, 128, 128, "bf16", 8192): prefill,
+    }
+    tables.save(places[1], table(few, op="attention"))
+    tables.save(places[1], table({(32, 128, "fp8", 8192): SCORES}, op="indexer"))
+    half, grouped = torch.bfloat16, (96, 8, 128, 128)
+
+    def decode(dtype=half, device=CARD, kv="fp8", tokens=64, *, sparse=False):
+        return select_decode(16, 512, 64, dtype, device, kv, tokens, 300, sparse=sparse)
+
+    tile = DecodeTile(32, 16, 8, 2, words=True)
+    assert decode() == (tile, SplitPlan(128, 7, 3))
+    assert decode(tokens=1) == decode()
+    assert decode(sparse=True, tokens=65) == (tile._replace(heads=16), SplitPlan(64, 7, 5))
+    for options in ({"dtype": torch.float32}, {"kv": "bf16"}, {"tokens": 65}, {"sparse": True}):
+        assert decode(**options) == decode(**options, device=CARD._replace(name=""))
+    assert select_prefill(16, 256, 256, half, CARD) == (32, 16, 8, 2)
+    assert select_prefill(8, 256, 256, half, CARD) == prefill_tile(half, 512, CARD)
+    assert select_grouped_decode(grouped, half, CARD, "fp8", 3, 300) == (GroupedTile(32, 16, 8, 2), SplitPlan(128, 7, 3))
+    assert select_grouped_prefill(grouped, half, CARD, "bf16") == GroupedTile(32, 16, 8, 2)
+    assert select_grouped_prefill(grouped, half, CARD, "fp8") == grouped_prefill_tile(half, 128, CARD, fp8=True)
+    assert select_scores(32, 128, half, CARD, "fp8") == ScoreTile(**SCORES)
+    assert select_scores(32, 128, half, CARD, "bf16") == score_tile(half)
+
+
+def test_formats_are_those_of_the_caches():
+    assert tables.KV_FORMATS == KV_FORMATS
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
