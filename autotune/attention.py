@@ -230,12 +230,16 @@ def attention_seconds(problem: AttentionProblem | IndexerProblem, config: Any, m
     from .predictor import Product, product_seconds
 
     p, context = problem, problem.context(m)
+    if isinstance(p, AttentionProblem) and p.kind == "mla_prefill":
+        bytes_of_key = 2 * (p.width + p.value)
+    else:
+        bytes_of_key = row_bytes(p) // (1 if isinstance(p, IndexerProblem) else p.kv_heads)
 
     def seconds(programs: float, steps: float, tokens: int, per_key: float, dram: float, l2: float) -> float:
         step = f.steps[0]
         product = Product(
             step, config.warps, f.registers, f.shared, f.outside, config.keys * per_key / 128, config.stages > 1,
-            ((programs, tokens),), steps, 0.0, dram, l2,
+            ((programs, tokens),), steps, 0.0, dram, l2, (config.stages - 1) * config.keys * bytes_of_key,
         )  # fmt: skip
         return product_seconds(product, machine, q) + 1e-6 * q.launch
 

@@ -25,6 +25,7 @@ from .problems import AttentionProblem, IndexerProblem, LinearProblem, MoeProble
 from .space import MoeConfig
 
 VERSION = 1
+DRAM_WAIT = 800.0  # nanoseconds from asking DRAM to having, under load: an estimate
 FITTED = Path(__file__).parent / "parameters.json"
 
 
@@ -62,7 +63,8 @@ def fitted() -> Parameters:
 class Product:
     """A launch of one of the products: what its time depends on. Tiles are 128 outputs wide.
 
-    steps: passes of the loop a program; live: rows of activations that a program loads; dram, l2: bytes.
+    steps: passes of the loop a program; live: rows of activations that a program loads; dram, l2: bytes; flight: bytes that a
+    program's pipeline keeps on their way, 0 where its warps load what they need at once.
     """
 
     step: Step
@@ -77,6 +79,7 @@ class Product:
     live: float
     dram: float
     l2: float
+    flight: float = 0.0
 
 
 def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
@@ -107,7 +110,9 @@ def product_seconds(p: Product, machine: Machine, q: Parameters) -> float:
     cycles = (throughput**q.sharp + latency**q.sharp) ** (1 / q.sharp)
     compute = cycles / machine.clock_ghz / 1e9
     memory = max(p.dram / machine.dram_gbps, p.l2 / machine.l2_gbps) / 1e9
-    fill = min(1.0, crowd * w / 8)  # few warps cannot ask for the full rate
+    fill = min(1.0, crowd * w / 8)  # few warps cannot ask for the full rate; a pipeline has to cover the wait for DRAM
+    if p.flight:
+        fill = min(1.0, crowd * p.flight * machine.processors / (machine.dram_gbps * DRAM_WAIT))
     memory /= max(fill, 0.1)
     return (compute**4 + memory**4) ** 0.25
 
