@@ -1,7 +1,8 @@
 """How much decode times differ between fresh processes: `python tests/benchmark/spread.py --out spread.json`.
 
-Each process draws its own weights and times, as `measure.py` does, one row of a 6144 x 12288 matrix and one token of the
-experts of GLM-5.2 at TP4 (3-bit MCG). The spread is (largest - smallest) / median. Exit status 1 where one exceeds --percent.
+Each process draws its own weights and times, as `exl3-triton bench` does, a decode step of one sequence at 4k tokens through
+8 layers of GLM-5.2 at TP4 (3-bit MCG), and, as `measure.py` does, one row of a 6144 x 12288 matrix and one token of the experts
+alone. The spread is (largest - smallest) / median. Exit status 1 where one exceeds --percent.
 """
 
 from __future__ import annotations
@@ -17,17 +18,27 @@ import torch
 from measure import LINEAR, MOE, measure_linear, measure_moe
 from timing import header
 
+from exl3_triton.bench import Bench, fill_cache, open_model
+from exl3_triton.format import Codebook
+from exl3_triton.model.cache import pages_for
+
 CASE = {"bits": 3, "codebook": "mcg", "m": 1}
 
 
 def times() -> dict[str, float]:
-    """us of the two ops in this process."""
+    """us of the step and of the two ops in this process."""
     limits = {"hbm_read_gbps": 1.0, "matmul_tflops": 1.0, "sms": 1, "clock_ghz": 1.0}  # what is derived from them is not used
+    model, facts = open_model(
+        "glm-5.2", max_context=4096, device="cuda", dummy=True, bits=3, codebook=Codebook.MCG, layers=8, rank_of=4
+    )
+    cache = model.new_cache(pages_for(4096) + 1)
+    fill_cache(cache, model.config)
+    step, _ = Bench(model, cache, facts, limits | {"device": ""}).decode(1, 4096)
     k, n = LINEAR["ffn_up"]
     experts, hidden, inner, top = MOE["glm52_tp4"]
     linear = measure_linear(CASE | {"k": k, "n": n}, limits)
     moe = measure_moe(CASE | {"E": experts, "H": hidden, "I": inner, "top": top}, limits)
-    return {"linear": linear["us"], "moe": moe["us"]}
+    return {"decode_step": step["us"], "linear": linear["us"], "moe": moe["us"]}
 
 
 def main() -> int:
