@@ -1,8 +1,8 @@
 """How much decode times differ between fresh processes: `python tests/benchmark/spread.py --out spread.json`.
 
 Each process draws its own weights and times, as `exl3-triton bench` does, a decode step of one sequence at 4k tokens through
-8 layers of GLM-5.2 at TP4 (3-bit MCG), and, as `measure.py` does, one row of a 6144 x 12288 matrix and one token of the experts
-alone. The spread is (largest - smallest) / median. Exit status 1 where one exceeds --percent.
+8 layers of GLM-5.2 at TP4 (3-bit MCG), and, as `measure.py` does, one row of a 6144 x 12288 matrix and one token of the
+experts alone. The spread is (largest - smallest) / median. Exit status 1 where one exceeds --percent.
 """
 
 from __future__ import annotations
