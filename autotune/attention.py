@@ -199,7 +199,7 @@ def compile_attention(problem: AttentionProblem | IndexerProblem, config: Any, g
     return compiled
 
 
-# Predicted times ------------------------------------------------------------------------------------------------------
+# What a call needs ----------------------------------------------------------------------------------------------------
 
 
 def row_bytes(problem: AttentionProblem | IndexerProblem) -> int:
@@ -219,49 +219,3 @@ def attention_work(problem: AttentionProblem | IndexerProblem, m: int) -> tuple[
         return context * row_bytes(p), m * context * p.heads * (p.width + p.value)
     keys = p.SELECTED if p.kind == "mla_sparse_decode" else context
     return m * keys * row_bytes(p), 2 * m * keys * p.heads * (p.width + p.value)
-
-
-def attention_seconds(problem: AttentionProblem | IndexerProblem, config: Any, m: int, f: Any, machine: Any, q: Any) -> float:
-    """Seconds of a call on m tokens. f, machine, q: as `predictor.linear_seconds` has them.
-
-    The main kernel's steps count as those of a product: a tile of keys does as many multiplications as one of 128 columns and
-    `block_k` inputs. Partial results of decoding are written and read again through L2.
-    """
-    from .predictor import Product, product_seconds
-
-    p, context = problem, problem.context(m)
-    if isinstance(p, AttentionProblem) and p.kind == "mla_prefill":
-        bytes_of_key = 2 * (p.width + p.value)
-    else:
-        bytes_of_key = row_bytes(p) // (1 if isinstance(p, IndexerProblem) else p.kv_heads)
-
-    def seconds(programs: float, steps: float, tokens: int, per_key: float, dram: float, l2: float) -> float:
-        step = f.steps[0]
-        product = Product(
-            step, config.warps, f.registers, f.shared, f.outside, config.keys * per_key / 128, config.stages > 1,
-            ((programs, tokens),), steps, 0.0, dram, l2, (config.stages - 1) * config.keys * bytes_of_key,
-        )  # fmt: skip
-        return product_seconds(product, machine, q) + 1e-6 * q.launch
-
-    bytes_read = m * context * row_bytes(p)
-    if isinstance(p, IndexerProblem):
-        programs = m * -(-context // config.span)
-        return seconds(programs, config.span / config.keys, p.heads, p.width, bytes_read, bytes_read)
-    if p.kind.endswith("prefill"):
-        programs, steps = -(-m // config.rows) * p.heads, context / 2 / config.keys
-        each = config.keys * (p.width + p.value) * 2
-        size = context * p.kv_heads * (p.width + p.value) * 2
-        return seconds(programs, steps, config.rows, p.width + p.value, size, programs * steps * each)
-    keys = p.SELECTED if p.kind == "mla_sparse_decode" else context
-    plan = config.plan(p.kind, keys)
-    ranges = plan.grid
-    in_range = -(-keys // ranges)
-    steps = -(-in_range // config.keys)
-    bytes_read = m * keys * row_bytes(p)
-    shared = p.heads // p.kv_heads  # heads that read the same keys
-    blocks = -(-shared // config.rows) * config.parts
-    per_key = p.width + p.value / config.parts
-    total = seconds(m * p.kv_heads * blocks * ranges, steps, config.rows, per_key, bytes_read, bytes_read * blocks)
-    if plan.most > 1:
-        total += 2 * m * p.heads * ranges * (p.value + 2) * 4 / machine.l2_gbps / 1e9 + 1e-6 * q.launch
-    return total
