@@ -38,7 +38,6 @@ class Indexer(nn.Module):
         self.weights_proj = source.linear(f"{name}.weights_proj", config.hidden_size, heads)
         self.register_buffer("k_norm_weight", source.tensor(f"{name}.k_norm.weight", (width,)))
         self.register_buffer("k_norm_bias", source.tensor(f"{name}.k_norm.bias", (width,)))
-        self.weight_scale = heads**-0.5 * width**-0.5
 
     def forward(self, x: Tensor, q_latent: Tensor, batch: Batch, keys: Tensor, table: Tensor) -> Tensor | None:
         """int32 [T, index_topk] positions, or None while no context is longer than that and every position is seen."""
@@ -51,7 +50,7 @@ class Indexer(nn.Module):
             return None
         q = rearrange(self.wq_b(q_latent), "token (head d) -> token head d", head=c.index_num_heads)
         q = ops.rope(q, batch.positions, table, interleaved=interleaved)
-        weights = self.weights_proj(x.float(), torch.float32) * self.weight_scale
+        weights = self.weights_proj(x.float(), torch.float32)  # times (heads * width)^-1/2, which does not change an order
         place = (batch.block_table, batch.sequence, batch.positions)
         return ops.index_select(q, weights, keys, *place, topk=c.index_topk, max_context=batch.max_context)
 
