@@ -41,6 +41,28 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
+def products_in_bf16():
+    """Teaches Triton's interpreter products of bf16, which it keeps as integers and would multiply as such."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != bfloat16:
+            return x
+        return TensorHandle((x.data.astype("uint32") << 16).view("float32"), float32)
+
+    def create(self, a, b, *rest):
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    InterpreterBuilder.create_dot = create
+
+
+if not HAS_GPU and importlib.util.find_spec("triton"):
+    products_in_bf16()
+
+
 @pytest.fixture
 def triton_backend():
     """CPU tensors go to the Triton kernels too, so that the interpreter runs what a GPU would."""

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from paged import paged
-from rounding import EPS, INTERPRETED, rounding
+from rounding import EPS, rounding
 
 from exl3_triton.ops import attention, prefill
 from exl3_triton.ops._dispatch import override_backend
@@ -23,7 +23,7 @@ from exl3_triton.ops.rope import rope
 from exl3_triton.ops.swiglu import swiglu
 
 # Triton's interpreter multiplies the bits of bf16, so bf16 products are tested on a GPU only
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else list(EPS)
+DTYPES = list(EPS)
 SMALL = (32, 8, 4, 16, 24)  # C, R, H, N, V
 MIDDLE = (128, 32, 4, 64, 64)
 GLM = (512, 64, 16, 192, 256)

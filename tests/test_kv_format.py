@@ -164,7 +164,7 @@ def test_decode_from_packed_rows(latent, rope, kv, dtype, device, triton_backend
 
 
 @pytest.mark.parametrize("most", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("latent", "rope"), [(128, 32), (192, 8), (64, 8), pytest.param(512, 64, marks=pytest.mark.gpu)])
 def test_decode_from_fp8_rows_as_words(latent, rope, dtype, most, device, triton_backend):
     """The form that reads four latents at a time, in one range and in several."""
