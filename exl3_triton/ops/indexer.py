@@ -59,22 +59,19 @@ def _rotate_queries(q: Tensor) -> Tensor:
     do_not_specialize_on_alignment=["block_table", "sequence", "positions"],
 )
 def _score_kernel(
-    q, weights, cache, block_table, sequence, positions, scores, counts,
+    q, weights, cache, block_table, sequence, positions, scores,
     first_token, q_token, q_head, weight_token, table_stride, width,
     H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
-    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """scores [tokens, width]: sum over heads of weight * relu(key . query), for SPAN keys of one token; none past its
-    position. FP8: queries from `_rotate_queries`. COUNTED: clears the rows of `counts` for the selection.
+    position. FP8: queries from `_rotate_queries`.
     """
     wait_previous(OVERLAP)
     local = tl.program_id(0).to(tl.int64)
     token = local + first_token
     start = tl.program_id(1) * SPAN
     end = tl.minimum(tl.minimum(tl.load(positions + token) + 1, width).to(tl.int32), start + SPAN)
-    if COUNTED:
-        i = tl.arange(0, 1024)
-        tl.store(counts + local * 1032 + i, tl.zeros_like(i), mask=(i >= 0) & (start == 0))
     if start < end:
         h = tl.arange(0, BLOCK_H)
         d = tl.arange(0, BLOCK_D)
@@ -264,13 +261,8 @@ def _write_kernel(
         _write_nothing(out, position, width, k, BLOCK)
 
 
-def _select_rows(
-    scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor, counts: Tensor | None = None
-) -> None:
-    """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`.
-
-    counts: int32 [rows, 1032], zeros but for the last 8 of a row; None: made here.
-    """
+def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int, out: Tensor) -> None:
+    """Rows of `out` from `first_token` on: the `topk` best positions of each row of `scores`."""
     rows, width = scores.shape
     segments = triton.cdiv(width, SEGMENT)
     if segments == 1:
@@ -279,7 +271,7 @@ def _select_rows(
             **overlap(scores.device, rows),
         )  # fmt: skip
         return
-    counts = torch.zeros(rows, 1032, dtype=torch.int32, device=scores.device) if counts is None else counts
+    counts = torch.zeros(rows, 1032, dtype=torch.int32, device=scores.device)
     parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
     for digit in range(4):
         _count_kernel[(rows, segments)](
@@ -312,21 +304,18 @@ def _launch_scores(
     first_token: int,
     scores: Tensor,
     tile: ScoreTile | None = None,
-    counts: Tensor | None = None,
 ) -> None:
-    """Scores of the tokens from `first_token` on into `scores` [some, width]; `tile` overrides the default. counts: for
-    `_select_rows`, cleared here.
-    """
+    """Scores of the tokens from `first_token` on into `scores` [some, width]; `tile` overrides the default."""
     heads, dim = q.shape[1:]
     rows, width = scores.shape
     fp8 = cache.dtype == torch.uint8
     wide = q.dtype == torch.float32 or not (fp8 or q.dtype == cache.dtype)
     tile = tile or select_scores(heads, dim, torch.float32 if wide else q.dtype, device_of(q.device), "fp8" if fp8 else "bf16")
     _score_kernel[(rows, triton.cdiv(width, tile.span))](
-        q, weights, cache, block_table, sequence, positions, scores, scores if counts is None else counts,
+        q, weights, cache, block_table, sequence, positions, scores,
         first_token, q.stride(0), q.stride(1), weights.stride(0), block_table.stride(0), width,
-        COUNTED=counts is not None, H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys,
-        SPAN=tile.span, WIDE=wide, FP8=fp8, NATIVE=device_of(q.device).family == "sm_90",
+        H=heads, D=dim, BLOCK_H=block(heads), BLOCK_D=block(dim), BLOCK_N=tile.keys, SPAN=tile.span, WIDE=wide, FP8=fp8,
+        NATIVE=device_of(q.device).family == "sm_90",
         num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device, rows),
     )  # fmt: skip
 
@@ -354,14 +343,13 @@ def _launch_index_select(
     q, weights, block_table, sequence = unit_rows(q), unit_last(weights), unit_last(block_table), sequence.contiguous()
     step = min(tokens, max(1, scratch_scores // width))
     scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
-    counts = torch.empty(step, 1032, dtype=torch.int32, device=q.device) if width > SEGMENT else None
     with device_guard(q):
         if cache.dtype == torch.uint8:
             q = _rotate_queries(q)
         for t in range(0, tokens, step):
             n = min(step, tokens - t)
-            _launch_scores(q, weights, cache, block_table, sequence, positions, t, scores[:n], counts=counts)
-            _select_rows(scores[:n], positions, t, topk, out, counts)
+            _launch_scores(q, weights, cache, block_table, sequence, positions, t, scores[:n])
+            _select_rows(scores[:n], positions, t, topk, out)
     return out
 
 
