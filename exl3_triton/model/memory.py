@@ -227,7 +227,7 @@ def _indexer(module: Indexer, work: Pass, size: int) -> int:
     wide = 4 * rows * c.hidden_size  # the indexer's head weights come from the state in fp32
     width = -(-work.context // PAGE) * PAGE
     segments = -(-width // indexer.SEGMENT)
-    one = 4 * width + (4 * 1032 + 4 * 257 * segments if segments > 1 else 0)  # counters of a row's digits
+    one = 4 * width + (4 * 1024 + 4 * 257 * segments if segments > 1 else 0)  # counters of a row's digits
     scores = min(rows, max(1, indexer.SCORES // width)) * one
     return max(
         keys,

@@ -124,17 +124,12 @@ def _sortable(scores, i, width, position):
 def _threshold(counts, k, DIGITS: tl.constexpr):
     """(the first DIGITS bytes of the k-th largest key, how many of those that begin with them are among the k largest).
 
-    Zeros where there are fewer than k keys. counts [1032]: for each of four digits the keys that begin with the threshold, by
-    their next byte; then for each digit what this gave for the ones before it, so that a launch has only one to work out.
+    Zeros where there are fewer than k keys. counts [DIGITS, 256]: keys that begin with the threshold, by their next byte.
     """
     prefix = tl.zeros((), tl.uint32)
-    if DIGITS > 1:
-        state = counts + 1024 + 2 * (DIGITS - 1)
-        prefix = tl.load(state).to(tl.uint32, bitcast=True)
-        k = tl.load(state + 1)
-    if DIGITS > 0:
-        v = tl.arange(0, 256)
-        count = tl.load(counts + (DIGITS - 1) * 256 + v)
+    v = tl.arange(0, 256)
+    for digit in tl.static_range(DIGITS):
+        count = tl.load(counts + digit * 256 + v)
         from_here = tl.sum(count, axis=0) - tl.cumsum(count, axis=0) + count  # keys of this byte or a higher one
         byte = tl.maximum(tl.sum((from_here >= k).to(tl.int32), axis=0) - 1, 0)
         k -= tl.sum(tl.where(v > byte, count, 0), axis=0)
@@ -201,8 +196,8 @@ def _count_kernel(
     scores, positions, counts, parts, first_token, width, k, segments,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds one segment of a row [width] to counts [row], digit DIGIT; the last digit's also to parts [row, segment, 257], with
-    the number of keys that are larger whatever that digit is.
+    """Adds one segment of a row [width] to counts [row, DIGIT]; the last digit's also to parts [row, segment, 257], with the
+    number of keys that are larger whatever that digit is.
     """
     wait_previous(OVERLAP)
     start_next(OVERLAP)
@@ -210,12 +205,9 @@ def _count_kernel(
     start = tl.program_id(1) * BLOCK
     position = tl.load(positions + first_token + row)
     if start <= position:
-        counts += row * 1032
+        counts += row * 1024
         key = _sortable(scores + row * width, start + tl.arange(0, BLOCK), width, position)
-        prefix, left = _threshold(counts, k, DIGIT)
-        if start == 0:
-            tl.store(counts + 1024 + 2 * DIGIT, prefix.to(tl.int32, bitcast=True))
-            tl.store(counts + 1025 + 2 * DIGIT, left)
+        prefix, _ = _threshold(counts, k, DIGIT)
         begins = key > 0
         if DIGIT > 0:
             begins = begins & ((key >> (32 - 8 * DIGIT)) == prefix)
@@ -243,7 +235,7 @@ def _write_kernel(
     position = tl.load(positions + first_token + row)
     out += row * k
     if start <= position:
-        threshold, ties = _threshold(counts + row * 1032, k, 4)
+        threshold, ties = _threshold(counts + row * 1024, k, 4)
         parts += row * segments * 257
         v = tl.arange(0, 256)
         last = (threshold & 255).to(tl.int32)
@@ -271,7 +263,7 @@ def _select_rows(scores: Tensor, positions: Tensor, first_token: int, topk: int,
             **overlap(scores.device, rows),
         )  # fmt: skip
         return
-    counts = torch.zeros(rows, 1032, dtype=torch.int32, device=scores.device)
+    counts = torch.zeros(rows, 4, 256, dtype=torch.int32, device=scores.device)
     parts = torch.empty(rows, segments, 257, dtype=torch.int32, device=scores.device)
     for digit in range(4):
         _count_kernel[(rows, segments)](
