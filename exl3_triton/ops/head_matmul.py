@@ -19,16 +19,14 @@ class HeadTile(NamedTuple):
     inner: int
     warps: int
     stages: int
-    whole: bool = False  # all of a program's weights are loaded before the launch before this one is waited for
 
 
-def head_tile(tokens: int, inner: int, dtype: torch.dtype) -> HeadTile:
+def head_tile(tokens: int, dtype: torch.dtype) -> HeadTile:
     """The tile for a token count; `inner` is the same within a regime, so that a row does not depend on the others."""
     if dtype == torch.float32:
         return HeadTile(16, 32, 32, 4, 1)
     if tokens <= DECODE_ROWS:
-        rows = 16 if tokens <= 16 else 32
-        return HeadTile(rows, 32, block(inner), 4, 1, whole=True) if inner <= 512 else HeadTile(rows, 64, 128, 4, 3)
+        return HeadTile(16 if tokens <= 16 else 32, 64, 128, 4, 3)
     return HeadTile(128, 64, 64, 4, 3)
 
 
@@ -36,8 +34,10 @@ def head_tile(tokens: int, inner: int, dtype: torch.dtype) -> HeadTile:
 def _head_matmul_kernel(
     x, w, out, tokens, x_token, x_head, w_head, w_row, w_column,
     H: tl.constexpr, A: tl.constexpr, B: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
-    WIDE: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAP)
+    start_next(OVERLAP)
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -45,23 +45,14 @@ def _head_matmul_kernel(
     rows = x + token.to(tl.int64)[:, None] * x_token + head * x_head
     weights = w + head * w_head + column[None, :] * w_column
     acc = tl.zeros((BLOCK_T, BLOCK_B), tl.float32)
-    if WHOLE:
-        ws = tl.load(weights + a[:, None] * w_row, mask=(a < A)[:, None] & (column < B)[None, :], other=0.0)
-        wait_previous(OVERLAP)
-        start_next(OVERLAP)
-        xs = tl.load(rows + a[None, :], mask=(token < tokens)[:, None] & (a < A)[None, :], other=0.0)
-        acc = tl.dot(xs, ws, acc)
-    else:
-        wait_previous(OVERLAP)
-        start_next(OVERLAP)
-        for start in range(0, A, BLOCK_A):
-            k = start + a
-            xs = tl.load(rows + k[None, :], mask=(token < tokens)[:, None] & (k < A)[None, :], other=0.0)
-            ws = tl.load(weights + k[:, None] * w_row, mask=(k < A)[:, None] & (column < B)[None, :], other=0.0)
-            if WIDE:
-                xs = xs.to(tl.float32)
-                ws = ws.to(tl.float32)
-            acc = tl.dot(xs, ws, acc, input_precision="ieee")
+    for start in range(0, A, BLOCK_A):
+        k = start + a
+        xs = tl.load(rows + k[None, :], mask=(token < tokens)[:, None] & (k < A)[None, :], other=0.0)
+        ws = tl.load(weights + k[:, None] * w_row, mask=(k < A)[:, None] & (column < B)[None, :], other=0.0)
+        if WIDE:
+            xs = xs.to(tl.float32)
+            ws = ws.to(tl.float32)
+        acc = tl.dot(xs, ws, acc, input_precision="ieee")
     target = out + (token.to(tl.int64)[:, None] * H + head) * B + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (column < B)[None, :])
 
@@ -74,13 +65,13 @@ def _launch_head_matmul(x: Tensor, w: Tensor, tile: HeadTile | None = None) -> T
         return out
     x = unit_rows(x)
     wide = x.dtype != w.dtype or x.dtype == torch.float32
-    tile = tile or head_tile(tokens, inner, torch.float32 if wide else x.dtype)
+    tile = tile or head_tile(tokens, torch.float32 if wide else x.dtype)
     block_b = min(tile.columns, block(columns))
     with device_guard(x):
         _head_matmul_kernel[(triton.cdiv(tokens, tile.rows), heads, triton.cdiv(columns, block_b))](
             x, w, out, tokens, x.stride(0), x.stride(1), w.stride(0), w.stride(1), w.stride(2),
             H=heads, A=inner, B=columns, BLOCK_T=tile.rows, BLOCK_A=min(tile.inner, block(inner)), BLOCK_B=block_b, WIDE=wide,
-            WHOLE=tile.whole, num_warps=tile.warps, num_stages=tile.stages, **overlap(x.device, tokens),
+            num_warps=tile.warps, num_stages=tile.stages, **overlap(x.device, tokens),
         )  # fmt: skip
     return out
 
