@@ -162,10 +162,8 @@ def tile_for(block_m: int, family: str) -> Tile:
     # fewest registers without spills in the loop: 8 rows take 80 without a limit, and spill with one
     if block_m == 8:
         return Tile(64, 4, prefetch=True)
-    if block_m == 16:
+    if block_m in (16, 48):  # 48 is two products a step, which cannot be loaded ahead
         return Tile(128, 4, 80)
-    if block_m == 48:  # two products a step, which cannot be loaded ahead; spills below 144 registers
-        return Tile(64, 4)
     if block_m == 32:
         return Tile(64, 4, prefetch=True)
     return Tile(64, 8, 80, 32) if block_m == 64 else Tile(64, 8, 128, 64)
